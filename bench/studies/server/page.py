@@ -23,7 +23,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--viewers", type=int, default=10)
-    parser.add_argument("--turns", type=int, default=6, help="Pairs of turns.")
+    parser.add_argument(
+        "--turns", type=int, default=6, help="Number of turns with and without viewers."
+    )
     parser.add_argument("--seconds", type=float, default=6.0, help="Seconds of each turn.")
     args = parser.parse_args()
     measure(args.streams, args.viewers, args.turns, args.seconds)

@@ -44,7 +44,7 @@ class Journal:
         self._news, self._written = anyio.Event(), anyio.Event()
         self._one_thread = anyio.CapacityLimiter(1)
         self._synced_s = self._expired_s = 0.0
-        # Whether a loss of power would take something that was written.
+        # Whether a loss of power would take written bytes.
         self._is_unsynced = False
         # Whether the last write succeeded, and whether one takes too long at present.
         self._has_failed = self._is_behind = False

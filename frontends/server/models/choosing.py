@@ -77,7 +77,7 @@ def _check(residency: Residency, context: RequestContext, route: Route, model: H
     """Raise HTTPError if the request's model cannot answer it now, nor after a wait."""
     residency.check(model)
     service = model.service
-    # An engine that is being stopped refuses everything, but it is started again for this request.
+    # An engine during its stop refuses everything, but it is started again for this request.
     if model.is_loaded:
         service.check_open()
     service.check_kind(route)

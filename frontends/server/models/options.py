@@ -173,7 +173,7 @@ def found_models(
 
 
 def _scan(folder: Path) -> dict[str, Path]:
-    """Find folders with a config.json, and GGUF files, of which only the first of several shards counts.
+    """Find folders with a config.json, and GGUF files.  Shards of one model count once.
 
     Folders inside a model's folder belong to that model.
     """

@@ -5,7 +5,7 @@
     COLD, DOZING, ASLEEP ─▶ FAILED ─▶ COLD           a failed load or wake, and the end of its pause
 
 Laws.  L1: the bytes of all models fit the budget, before, during and after each transition.  L2: one transition runs at a time.
-L3: a model with requests waits for at most n - 1 wakes of others if each of the n models fits beside the
+L3: a model with requests waits for at most n - 1 wakes of others if each of the n models fits together with the
 processes of all others, and else until open requests of others have ended.  L4: no transition ends a
 request.  L5: a model with requests stays awake for its turn.  L6: a pinned model is not put to sleep.  L7: a failed model takes
 neither memory nor a turn until its pause ends.  L8: a model is put to sleep only for another one with requests, or because it was
@@ -279,7 +279,7 @@ def next_look(records: Iterable[ModelRecord], limits: ResidencyLimits, now: floa
 
 
 def unfit(records: Sequence[ModelRecord], budget: int) -> list[tuple[ModelRecord, int]]:
-    """Return the models that could never be awake beside the pinned ones, each with the bytes of those."""
+    """Return the models that could never be awake together with the pinned ones, each with the bytes of those."""
     found: list[tuple[ModelRecord, int]] = []
     for record in records:
         pinned = sum(r.memory.bytes_in(AWAKE) for r in records if r.is_pinned and r is not record)

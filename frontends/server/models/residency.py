@@ -89,7 +89,7 @@ class Residency:
     async def use(
         self, model: HostedModel, act: Callable[[], Awaitable[None]], *, needs_awake: bool = True
     ) -> None:
-        """Run `act` while the model is open.  It begins when the model is awake, or loaded if that is enough.
+        """Run `act` while the model is open.  It begins when the model is awake, or with `needs_awake=False` when it is loaded.
 
         Raises:
             HTTPError: the model cannot be loaded (503 or 507).
@@ -178,7 +178,7 @@ class Residency:
             model.notify()
 
     def note_deaths(self) -> None:
-        """End the engines that have failed.  Their models are loaded again after a pause."""
+        """End the failed engines.  Their models are loaded again after a pause."""
         for model in self.table:
             service = model.service
             if not service.is_starting and service.engine.dead_error is not None:
@@ -275,7 +275,7 @@ class Residency:
                 model.notify()
 
     def _drain(self, now: float) -> None:
-        """Let new requests of models wait or begin, as the policy says."""
+        """Let new requests of models wait or begin, as the policy decides."""
         names = draining(self.table.records, self.limits, now)
         for model in self.table:
             was_draining, model.is_draining = model.is_draining, model.name in names
@@ -375,7 +375,7 @@ class Residency:
     async def _keep_open(
         self, model: HostedModel, *, task_status: TaskStatus[str | None] = anyio.TASK_STATUS_IGNORED
     ) -> None:
-        """Keep an engine open until it is told to stop, or until it dies."""
+        """Keep an engine open until its model is stopped, or until it dies."""
         service, config = model.service, model.plan.config
         assert config is not None
         is_open, failure = False, None

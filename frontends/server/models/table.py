@@ -62,7 +62,7 @@ class HostedModel:
             self.record.state, self.record.retry_at = FAILED, math.inf
         # The state that the running transition leads to.
         self.moves_to: ModelState | None = None
-        # Whether its worker was killed while it was loaded, which is no fault of the model.
+        # Whether its worker was killed during a load.  The model is not to blame for it.
         self.was_killed = False
         # Whether an administrator has put it to sleep or paused it.
         self.is_paused = False
@@ -88,7 +88,7 @@ class HostedModel:
         return self.options.name
 
     def is_ready(self, *, needs_awake: bool) -> bool:
-        """Whether a request may begin: the model is awake, or loaded if that is enough."""
+        """Whether a request may begin: the model is awake, or with `needs_awake=False` loaded."""
         return (self.is_awake if needs_awake else self.is_loaded) and not self.is_draining
 
     @property

@@ -68,7 +68,7 @@ class Feed:
         self._started_at = time.time()
         self._tick = -1
         self._shared = b""
-        # Of the newest frame, by key; None stands for administrators, which see all.
+        # Of the newest frame, by key; None means administrators; they see all requests.
         self._requests: dict[str | None, bytes] = {}
         # A model that was stopped keeps the card of its last engine.
         self._cards: dict[Service, tuple[Engine, ModelCard]] = {}
@@ -88,7 +88,7 @@ class Feed:
 
         Args:
             tick: a frame of this tick or a later one is used again; otherwise one is made.
-            tenant: the key whose requests the viewer may see, or None for all.
+            tenant: the viewer sees the requests of this key, or None for all.
             since: the events that the viewer has; it is brought up to date.
             own: further fields of this viewer's message.
         """
@@ -212,7 +212,7 @@ def _process_ids(service: Service) -> Iterable[int]:
 
 
 def _memory_of(pids: Iterable[int]) -> dict[int, int]:
-    """Return the proportional memory of processes in bytes; 0 stands for this process.  Ended ones are left out."""
+    """Return the proportional memory of processes in bytes; 0 means this process.  Ended ones are left out."""
     found: dict[int, int] = {}
     for pid in pids:
         try:

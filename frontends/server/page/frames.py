@@ -214,9 +214,9 @@ def model_card(service: Service) -> ModelCard:
 
 
 def planned_card(service: Service) -> ModelCard:
-    """Describe a model that is not loaded, by its configuration.
+    """Describe an unloaded model by its configuration.
 
-    Capabilities that only its vocabulary shows are left out until it has been loaded once.
+    Capabilities that only its vocabulary shows appear after its first load.
     """
     return _card(service.config, ["completion", "chat"], None)
 
@@ -254,7 +254,7 @@ def request_frames(service: Service, tenant: str | None) -> tuple[list[RequestFr
 
 
 def describe(event: EngineEvent, num_replicas: int = 1) -> str:
-    """Say in one sentence what has happened."""
+    """Describe an event in one sentence."""
     who = f"replica {event.replica}: " if num_replicas > 1 else ""
     if event.kind == "loss":
         where = "" if event.step is None else f" in step {event.step}"

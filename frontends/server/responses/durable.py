@@ -112,7 +112,7 @@ def _resume(service: Service, name: str, record: StreamRecord, *, is_lost: bool)
     saved = msgspec.msgpack.decode(record.admitted.request, type=SavedRequest)
     tenant = tenant_of(service.settings, record.admitted.owner)
     if tenant is None:
-        # Its key is gone, and no other key may find it.
+        # Its key was removed, and no other key may find it.
         return
     context, turn = _context(saved, tenant, record.admitted.owner), _turn(saved)
     with ExitStack() as resources:
