@@ -165,7 +165,7 @@ PREFIX = "TROUPER_"
 # Variables without an option of the same name.
 OTHER_VARIABLES = (
     "ALLOW_RUNTIME_LORA_UPDATING", "BATCH_INVARIANT", "CHAT_TEMPLATE_RENDER_TIMEOUT", "CLUSTER_KEY", "CONFIG",
-    "CPU_BIND", "CPU_KVCACHE_SPACE", "DEVICE", "KEEP_ALIVE_ON_ENGINE_DEATH", "KERNELS", "LOG_STATS_INTERVAL",
+    "CPU_BIND", "CPU_KVCACHE_SPACE", "DEVICE", "KEEP_ALIVE_ON_ENGINE_DEATH", "KERNELS", "LOG_STATS_INTERVAL", "MODELS",
     "PP_LAYER_PARTITION", "RAY_CPUS_PER_WORKER", "SERVER_DEV_MODE", "SMOLLM2", "TEST_FAULT",
 )  # fmt: skip
 # Kubernetes sets these in every container of a namespace that has a service named "trouper".

@@ -210,7 +210,7 @@ class SlowRunner:
 
     is_tiny = True
 
-    def __init__(self, config):
+    def __init__(self, config, kept=None):
         self.log = []
         self.launches = threading.Semaphore(0)
         self.ready = set()

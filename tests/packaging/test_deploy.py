@@ -45,7 +45,10 @@ LINES = [
     LINES,
     ids=[f"{page.stem}: {shlex.join(words)[:60]}" for page, words in LINES],
 )
-def test_the_parser_takes_each_command_of_the_pages(page, words):
+def test_the_parser_takes_each_command_of_the_pages(page, words, tmp_path, monkeypatch):
+    if "models.toml" in words:
+        monkeypatch.chdir(tmp_path)
+        Path("models.toml").write_text('[chat]\nmodel = "Qwen/Qwen3-0.6B"\n')
     parse(words)
 
 

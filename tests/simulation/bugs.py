@@ -547,9 +547,9 @@ def abort_is_lost_while_rendering(right):
         try:
             rendered = await self._threads.run(self._render, message)
         except Exception as error:
-            message.slot.fail(renderer_module._typed(error))
+            message.slot.fail(renderer_module.typed(error))
             return
-        self._hand_over(rendered)
+        self._admit(rendered)
 
     return faulty
 
@@ -565,7 +565,7 @@ def error_kills_the_renderer(right):
         if message.slot.is_aborted:
             message.slot.abort()
         else:
-            self._hand_over(rendered)
+            self._admit(rendered)
 
     return faulty
 
@@ -579,7 +579,7 @@ def admitted_before_tracked(right):
             with slot.scope:
                 rendered = await self._threads.run(self._render, message)
         except Exception as error:
-            slot.fail(renderer_module._typed(error))
+            slot.fail(renderer_module.typed(error))
             return
         if rendered is None or slot.is_aborted:
             slot.abort()
