@@ -90,6 +90,7 @@ def test_a_config_alone_is_enough_for_dummy_weights(report, tmp_path):
         assert (found["model_id"], found["total_output_tokens"]) == (str(model), 12)
 
 
+@pytest.mark.slow
 def test_transformers_runs_the_same_requests(report):
     options = ["--backend", "hf", "--hf-max-batch-size", "2", "--random-range-ratio", "0.5"]
     found = report("throughput", *TINY, *options)

@@ -66,4 +66,5 @@ def test_snapshots_of_states_are_found_again(file):
     assert again.positions[1] == 16
     for mixer in again.mixers.values():
         views = [view for view in mixer if isinstance(view, torch.Tensor)]
-        assert views and all((view[1] == 2.0).all() for view in views)
+        assert views
+        assert all((view[1] == 2.0).all() for view in views)

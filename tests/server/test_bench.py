@@ -71,6 +71,7 @@ def moody():
             thread.join()
 
 
+@pytest.mark.slow
 def test_our_server_is_measured_over_several_concurrencies(bench, tmp_path):
     picture, path = tmp_path / "serve.png", tmp_path / "report.json"
     options = ["--max-concurrency", "1,3", "--goodput", "e2el:1e6", "--num-warmups", "1"]

@@ -64,6 +64,8 @@ FROM_THE_HUB = re.compile(
 )  # their options are checked with those of all pages
 
 
+# Each line starts processes.  The default tests parse all lines (`tests/packaging/test_deploy.py`), and run those of README.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
     [
