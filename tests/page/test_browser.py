@@ -105,7 +105,12 @@ def wait_answer(page, num=1):
 
 
 def workers_of(pid):
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """List the workers of a server, without its processes for templates and grammars."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    is_worker = "trouper.actors.executor.workers.worker"
+    return [
+        int(each) for each in children if is_worker in Path(f"/proc/{each}/cmdline").read_text()
+    ]
 
 
 def post(server, path, body):

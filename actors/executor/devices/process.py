@@ -309,18 +309,18 @@ class ProcessDevice:
         )
 
     async def _frames_of_all(self, kind: type[FrameKind]) -> list[FrameKind] | Death:
-        """Wait until each starting worker has sent a frame of this kind."""
-        frames: list[FrameKind] = []
+        """Wait until each starting worker has sent a frame of this kind.  Returns them in the order of ranks."""
+        frames: dict[int, FrameKind] = {}
         while len(frames) < len(self._workers):
             found = await self._next_frame()
             if isinstance(found, Death):
                 return found
             rank, frame = found
             if isinstance(frame, kind):
-                frames.append(frame)
+                frames[rank] = frame
             else:
                 self._note(rank, frame)
-        return frames
+        return [frames[rank] for rank in sorted(frames)]
 
     async def _restart(self) -> bool:
         """Start new workers. Returns whether they are loaded; if not, a later attempt follows, or the budget is
