@@ -179,7 +179,7 @@ async def test_page_is_on_by_default_on_loopback_only(engine, ui, is_loopback, s
 
 async def test_frame_has_the_engine_and_no_text(page):
     prompt, secret = "a secret prompt", "sk-secret"
-    async with page.stream("POST", "/v1/completions", json.dumps({"prompt": prompt, "max_tokens": 400, "stream": True}).encode(), [("content-type", "application/json"), ("authorization", f"Bearer {secret}")]) as call:  # fmt: skip
+    async with page.stream("POST", "/v1/completions", json.dumps({"prompt": prompt, "max_tokens": 400, "n": 8, "ignore_eos": True, "stream": True}).encode(), [("content-type", "application/json"), ("authorization", f"Bearer {secret}")]) as call:  # fmt: skip
         await call.wait_for(lambda: call.num_chunks > 1)
         (frame,) = await frames(page, 1)
     (model,) = frame["models"]
