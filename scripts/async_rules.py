@@ -24,7 +24,7 @@ from libcst.metadata import MetadataWrapper
 RELEVANT = re.compile(
     r"\b(async|await|anyio|trio|asyncio|httpx|BaseException|\w*ExceptionGroup)\b|except\s*[:*]"
 )
-STARTABLE = "run,_run_actors,_run_engine,forward,listen,run_tasks"
+STARTABLE = "run,_keep_open,_run_actors,_run_engine,_run_residency,carry_out,forward,listen,run_tasks,run_writer"
 # This code may use `from anyio import X`, which ASYNC106 forbids. ASYNC91x demands a checkpoint in every async function; here only a
 # few functions promise one, in their docstrings.
 DISABLED = "ASYNC106,ASYNC91"

@@ -4,6 +4,7 @@ Mistakes are reported before torch is imported and the model is loaded, which ta
 loading at the same time as the server, if there is only one.
 """
 
+import dataclasses
 import importlib.util
 import os
 import socket
@@ -166,7 +167,7 @@ def _run_several(
 
     if settings.journal is not None:
         raise invalid("journal", "needs a server of one model", settings.journal)
-    names: list[str] = list(vars(base))
+    names = [field.name for field in dataclasses.fields(base)]
     given = frozenset(name for name in names if name != "model" and is_given(ctx, name))
     tables: dict[str, Any] = ctx.meta.get(MODEL_TABLES, {})
     options = read_models(named, tables, settings, base, given)
