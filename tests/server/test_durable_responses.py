@@ -66,9 +66,10 @@ async def until(holds):
 async def ended(client, name):
     """Ask for a response until it has ended."""
     with anyio.fail_after(30):
-        while (found := (await client.get(f"{PATH}/{name}")).json)["status"] in RUNNING:
-            await anyio.lowlevel.checkpoint()
-    return found
+        while True:
+            found = (await client.get(f"{PATH}/{name}")).json
+            if found["status"] not in RUNNING:
+                return found
 
 
 async def begin(client, body, num_events=0, headers=()):
