@@ -154,8 +154,9 @@ class StepTimes:
             ratio = min(2.0, max(0.5, seconds / estimate)) if estimate > 0 else 2.0
             least, most = DRIFT_BOUNDS
             self.drift = min(most, max(least, self.drift * ratio**DRIFT_STEP))
-        self._kept[work.has_chunk].append((work, seconds))
-        self._recent.append((work, seconds))
+        step = work, seconds
+        self._kept[work.has_chunk].append(step)
+        self._recent.append(step)
         self.num_chunks += work.has_chunk
         self._num_new += 1
 

@@ -50,6 +50,18 @@ def test_a_machine_that_gets_slower_is_followed():
     assert times.seconds(work) == pytest.approx(3 * TRUE.seconds(work), rel=0.2)
 
 
+def test_change_of_pace_is_that_of_every_kind_of_step():
+    times = taught(noise=0.0)
+    chunk, rows = StepWork.of([256], [1000]), StepWork.of([1] * 4, [500] * 4)
+    for _ in range(24):
+        times.note(chunk, 3 * TRUE.seconds(chunk))
+        times.refresh()
+    assert times.seconds(rows) == pytest.approx(3 * TRUE.seconds(rows), rel=0.02)
+    assert times.seconds(chunk) == pytest.approx(3 * TRUE.seconds(chunk), rel=0.02)
+    # The steps of the new pace are not multiplied once more.
+    assert times.drift == pytest.approx(1, abs=0.02)
+
+
 def test_first_step_of_shape_is_no_measurement():
     times = StepTimes()
     for _ in range(2):
