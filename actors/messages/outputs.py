@@ -219,7 +219,7 @@ class StepStats(msgspec.Struct, frozen=True):
     step_time_ratios: tuple[float, ...] = ()
     # Predicted over real time of each first token.
     first_token_ratios: tuple[float, ...] = ()
-    # Sequences whose blocks others got.  Losses of the device are not among them.
+    # Preempted sequences: their blocks were given to others.  Losses of the device do not count.
     num_preemptions: int = 0
     # Tokens that were computed before a loss of the device, and that sequences which begin again must compute once more.
     num_lost_tokens: int = 0

@@ -113,7 +113,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     num_unknown_tokens: tuple[int, ...] = ()
     # Slots whose recurrent states are copied behind this step, and the rows to which they are copied.
     saves: tuple[tuple[int, int], ...] = ()
-    # Slots whose images are encoded before this step, in order, and the seconds that this may take.  The slots may be without an entry.
+    # Slots whose images are encoded before this step, in order, and the seconds that this may take.  These slots need no entry in the step.
     encodes: tuple[int, ...] = ()
     encode_s: float = 0.0
 

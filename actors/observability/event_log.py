@@ -72,7 +72,7 @@ class RecentEvents:
         seconds: float = 0.0,
         sequences: int = 0,
     ) -> None:
-        """Add an event, or raise the count of an equal one that is younger than a second.
+        """Add an event, or raise the count of an equal event of the last second.
 
         Losses and returns are never merged, because each has its own numbers.
         """
@@ -99,7 +99,7 @@ class RecentEvents:
         self._next_id += 1
 
     def since(self, revision: int) -> list[EngineEvent]:
-        """Return the events that are new or have changed after this revision, the oldest first.  0 returns all."""
+        """Return the events added or changed after this revision, the oldest first.  Revision 0 returns all."""
         return [event for event in self._events if event.revision > revision]
 
     def _merge(self, kind: str, detail: str, replica: int, count: int, now: float) -> bool:

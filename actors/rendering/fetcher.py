@@ -3,7 +3,7 @@
 Each request is a task, because a slow host must delay no other request.  There are at most `MAX_OPEN_REQUESTS` tasks, and
 `Downloads` bounds the connections and the bytes.
 
-Laws.  A request's failure ends only this request.  A request whose client leaves ends its downloads at once.
+Laws.  A failed download ends only its request.  When a client leaves, its downloads are cancelled at once.
 """
 
 from typing import Any

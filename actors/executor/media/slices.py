@@ -1,4 +1,4 @@
-"""Run a vision tower a slice at a time, so that the steps of running streams go on beside a large image.
+"""Run a vision tower a slice at a time, so that running streams continue while a large image is encoded.
 
 The tower is code of transformers and cannot be left in the middle, so it runs on a thread of its own.  This thread and the device's
 thread never compute at the same time: one of them waits while the other one works.

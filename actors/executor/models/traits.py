@@ -100,7 +100,7 @@ class GatedDeltaTraits(msgspec.Struct, frozen=True, kw_only=True):
     v_dim: int
     # The inputs of the convolution, the newest included.
     taps: int
-    # Whether a single matrix has for each key head its rows of q, k, v and z in turn, and another one those of b and a.
+    # Whether one matrix stores the rows of q, k, v and z by key head, and another one those of b and a.
     has_qkvz: bool = False
     has_ba: bool = False
 

@@ -181,7 +181,7 @@ def _wanting(records: Iterable[ModelRecord]) -> list[ModelRecord]:
 
 
 def draining(records: Sequence[ModelRecord], limits: ResidencyLimits, now: float) -> frozenset[str]:
-    """Return the models that take no new requests for now, because processes with open requests leave another no room.
+    """Return the models that must not take new requests for now: a waiting model needs the memory of their processes.
 
     Without it such a model could wait for ever: the others would get new requests before their last ones have ended.
     """

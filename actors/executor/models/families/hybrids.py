@@ -47,7 +47,7 @@ QWEN3_5_MOE: HfConfig = {
 
 
 def _qwen3_next(config: HfConfig) -> DecoderTraits:
-    """Read a Qwen3-Next, whose matrices have the rows of one key head after another."""
+    """Read a Qwen3-Next model.  Its matrices store the rows of each key head together."""
     config = {**QWEN3_NEXT, **config}
     traits = _qwen3_5(config)
     delta = traits.gated_delta
@@ -192,7 +192,7 @@ def _lfm2_width(config: HfConfig) -> int:
 
 
 def _granite_hybrid(config: HfConfig) -> DecoderTraits:
-    """Read a Granite 4.  Its shared MLP is the only one, or computes all tokens beside the experts."""
+    """Read a Granite 4 model.  Its shared MLP replaces the experts, or computes all tokens in addition to them."""
     kinds = config.get("layer_types") or config.get("layers_block_type")
     num_layers = require(config, "num_hidden_layers")
     layers = _layers(

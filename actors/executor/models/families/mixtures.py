@@ -153,7 +153,7 @@ def _granite_moe(config: HfConfig) -> DecoderTraits:
 
 
 def _granite_moe_shared(config: HfConfig) -> DecoderTraits:
-    """Read a Granite with a shared MLP beside the experts, or without one if its size is 0."""
+    """Read a Granite model with experts.  A size of 0 means no shared MLP."""
     shared = config.get("shared_intermediate_size", 0)
     if not shared:
         return _granite_moe(config)
