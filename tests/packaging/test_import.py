@@ -41,6 +41,10 @@ def test_help_loads_nothing_heavy():
     assert loaded_after(f"{run}\nfor help in {helps!r}: assert run_line(help) == 0") == []
 
 
+def test_server_application_does_not_load_torch():
+    assert "torch" not in loaded_after("import trouper.frontends.server.asgi.app")
+
+
 def test_the_cpu_path_does_not_load_triton():
     assert "triton" not in loaded_after("import trouper.actors.executor.devices.threaded")
 

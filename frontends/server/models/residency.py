@@ -8,19 +8,17 @@ import contextlib
 import logging
 import math
 from collections.abc import Awaitable, Callable, Generator, Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup, TaskStatus
 
 from trouper.actors.executor.devices.supervision import WorkerKilledError
-from trouper.actors.executor.workers.launching import Peer, launch
 from trouper.actors.observability.distribution import Distribution
 from trouper.actors.observability.metrics import Metrics
 from trouper.config.engine_config import EngineConfig
 from trouper.errors import TrouperError
-from trouper.frontends.python.async_engine import AsyncLLMEngine
 from trouper.frontends.server.models.policy import (
     ASLEEP,
     AWAKE,
@@ -40,6 +38,10 @@ from trouper.frontends.server.models.sizes import corrected, resident_bytes, siz
 from trouper.frontends.server.models.table import HostedModel, ModelTable, refusal
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import HTTPError, unavailable
+
+if TYPE_CHECKING:
+    from trouper.actors.executor.workers.launching import Peer
+    from trouper.frontends.python.async_engine import AsyncLLMEngine
 
 logger = logging.getLogger("trouper.server")
 # Pauses after failed loads in seconds: doubled from the first to the last.
@@ -62,9 +64,9 @@ class Residency:
         table: ModelTable,
         limits: ResidencyLimits,
         report: Callable[[str], None],
-        make_engine: Callable[..., AsyncLLMEngine] = AsyncLLMEngine,
+        make_engine: "Callable[..., AsyncLLMEngine] | None" = None,
     ) -> None:
-        self._make_engine = make_engine
+        self._make_engine = make_engine or _make_engine
         self.table = table
         self.limits = limits
         # Whether requests load cold models.
@@ -416,10 +418,12 @@ class Residency:
             await model.changed.wait()
         model.is_paused = model.record.is_held = False
 
-    def _launcher(self, model: HostedModel, config: EngineConfig) -> Callable[..., Peer]:
+    def _launcher(self, model: HostedModel, config: EngineConfig) -> "Callable[..., Peer]":
+        from trouper.actors.executor.workers.launching import launch
+
         pids = self._pids[model.name] = {}
 
-        def start(rank: int, *, files: Sequence[int] = ()) -> Peer:
+        def start(rank: int, *, files: Sequence[int] = ()) -> "Peer":
             peer = launch(rank, files=files)
             pids[rank] = peer.pid
             return peer
@@ -446,6 +450,13 @@ class Residency:
 def residency_of(service: Service) -> Residency | None:
     """Return the residency of the server's models, or None if the server has one model."""
     return cast("Residency | None", service.front.models)
+
+
+def _make_engine(config: EngineConfig, launcher: "Callable[..., Peer]") -> "AsyncLLMEngine":
+    # Imported late, because it imports torch, for which a server should not wait before it listens.
+    from trouper.frontends.python.async_engine import AsyncLLMEngine
+
+    return AsyncLLMEngine(config, launcher=launcher)
 
 
 async def _end_with(event: anyio.Event, scope: anyio.CancelScope) -> None:
