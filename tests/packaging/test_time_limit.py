@@ -77,7 +77,7 @@ def run_planted(folder, *options):
     (folder / "conftest.py").write_text("from tests.conftest import *\n")
     (folder / "test_planted.py").write_text(PLANTED)
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    settings = ["-c", ROOT / "pyproject.toml", "--rootdir", folder, "-q", "--timeout", "3"]
+    settings = ["-c", ROOT / "pyproject.toml", "--rootdir", folder, "-q", "--timeout", "1.5"]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", *settings, *options, folder],
         env=environment | {"PYTHONPATH": str(ROOT)},

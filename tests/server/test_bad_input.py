@@ -50,17 +50,18 @@ async def test_streams_that_run_across_attack_say_what_they_always_say(client, w
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("flags", [[], ["-O"]], ids=["default", "optimized"])
-def test_server_process_stands_it_all_and_canaries_sing_on(flags):
-    suite, heard, different, is_idle = attack(*flags)
+@pytest.mark.parametrize(("flags", "stride"), [([], 1), (["-O"], 5)], ids=["default", "optimized"])
+def test_server_process_stands_it_all_and_canaries_sing_on(flags, stride):
+    suite, heard, different, is_idle = attack(*flags, stride=stride)
     assert not suite.failures
     assert heard >= len(CANARIES)
     assert not different
     assert is_idle
-    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
-    rows = [line.split("|")[1:4] for line in table(suite, heard, different).splitlines()[2:-2]]
-    shown = [line.split("|")[1:4] for line in page.splitlines() if line.startswith("| ")]
-    assert [row for row in rows if row not in shown] == []
+    if stride == 1:
+        page = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+        rows = [line.split("|")[1:4] for line in table(suite, heard, different).splitlines()[2:-2]]
+        shown = [line.split("|")[1:4] for line in page.splitlines() if line.startswith("| ")]
+        assert [row for row in rows if row not in shown] == []
 
 
 async def test_a_body_that_does_not_end_in_time(make_client):

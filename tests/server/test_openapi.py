@@ -67,7 +67,7 @@ def test_whatever_document_allows_gets_answer_that_it_describes():
             strategy = found.ok().as_strategy()
 
             @settings(
-                max_examples=40,
+                max_examples=15,
                 deadline=None,
                 database=None,
                 suppress_health_check=list(HealthCheck),

@@ -75,8 +75,8 @@ def test_worker_may_be_killed_before_some_of_its_bytes():
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", [9, 11, 12])
-def test_worker_may_be_killed_before_any_of_its_bytes(seed):
-    assert kill_everywhere(seed, stride=1) > 100
+def test_worker_may_be_killed_before_every_third_of_its_bytes(seed):
+    assert kill_everywhere(seed, stride=3) > 40
 
 
 @pytest.mark.slow
