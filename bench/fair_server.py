@@ -14,7 +14,7 @@ from statistics import median
 from time import perf_counter, sleep
 from typing import Any
 
-from trouper.bench.local_server import demo_of_length, local_server
+from trouper.bench.serve import demo_of_length, local_server
 from trouper.bench.virtual_time import quantiles
 
 ORDERS: dict[str, tuple[str, ...]] = {

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 from torch import Tensor
 
 from trouper.kernels.formats import Format
-from trouper.kernels.reference.activation import activate
+from trouper.kernels.reference.norms import activate
 
 
 class LinearConfig(NamedTuple):

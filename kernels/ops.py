@@ -35,11 +35,20 @@ import torch
 from torch import Tensor
 
 from trouper.kernels.formats import Activation, Norm
-from trouper.kernels.reference.activation import act_and_mul, activate, clamped_swiglu
 from trouper.kernels.reference.attention_plan import plan_attention
-from trouper.kernels.reference.norms import layer_norm, layer_norm_heads_, rms_norm, rms_norm_heads_
+from trouper.kernels.reference.norms import (
+    act_and_mul,
+    activate,
+    clamped_swiglu,
+    kv_write_,
+    layer_norm,
+    layer_norm_heads_,
+    rms_norm,
+    rms_norm_heads_,
+    rope_,
+    rotation_of,
+)
 from trouper.kernels.reference.paged_attention import MAX_TILE_CAPPED, mask_tensors, paged_attention
-from trouper.kernels.reference.rope import kv_write_, rope_, rotation_of
 
 Integers = Sequence[int] | np.ndarray
 

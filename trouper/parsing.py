@@ -1,13 +1,13 @@
 """The parsers of a model's answers, `parser_for`, and the events that they return."""
 
-from trouper.frontends.dialects.core import AnswerParser
-from trouper.frontends.dialects.events import (
+from trouper.frontends.dialects.calls import (
     Arguments,
     CallEnded,
     CallStarted,
     Content,
     Reasoning,
 )
+from trouper.frontends.dialects.core import AnswerParser
 from trouper.frontends.dialects.table import Dialect, Tags
 from trouper.frontends.python.parsing import parser_for
 

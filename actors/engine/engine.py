@@ -16,8 +16,7 @@ from anyio.streams.memory import MemoryObjectSendStream
 
 from trouper.actors.engine.adapters import Adapters
 from trouper.actors.engine.admission import check_place
-from trouper.actors.engine.control_client import ControlClient
-from trouper.actors.engine.controls import Controls
+from trouper.actors.engine.controls import ControlClient, Controls
 from trouper.actors.engine.generation import Generation
 from trouper.actors.engine.lifecycle import EngineState, Event, Lifecycle
 from trouper.actors.engine.request_table import EngineSnapshot, RequestTable
@@ -32,9 +31,8 @@ from trouper.actors.messages.controls import (
 )
 from trouper.actors.messages.outputs import SchedulerStats
 from trouper.actors.messages.requests import NO_OPTIONS, Render, RequestOptions
-from trouper.actors.observability.event_log import RecentEvents
 from trouper.actors.observability.metrics import Metrics
-from trouper.actors.observability.observer import Observer
+from trouper.actors.observability.observer import Observer, RecentEvents
 from trouper.actors.output.detokenizer import Detokenizer
 from trouper.actors.output.pooler import Pooler
 from trouper.actors.rendering.media.downloads import Downloads

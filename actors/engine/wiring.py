@@ -29,9 +29,8 @@ from trouper.actors.messages.controls import (
 )
 from trouper.actors.messages.outputs import RequestEnded, SchedulerStats
 from trouper.actors.messages.requests import MAX_OPEN_REQUESTS
-from trouper.actors.observability.event_log import RecentEvents
 from trouper.actors.observability.metrics import Metrics
-from trouper.actors.observability.observer import Observer
+from trouper.actors.observability.observer import Observer, RecentEvents
 from trouper.actors.output.detokenizer import Detokenizer
 from trouper.actors.output.pooler import Pooler
 from trouper.actors.rendering.fetcher import Fetcher
@@ -42,8 +41,7 @@ from trouper.actors.rendering.prompts.prompts import Prompts
 from trouper.actors.rendering.prompts.two_towers import TwoTowerPrompts
 from trouper.actors.rendering.renderer import Renderer
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
-from trouper.actors.runtime.event_loop import EventLoop, Threads, WorkerThreads
-from trouper.actors.runtime.reporter import Reporter
+from trouper.actors.runtime.event_loop import EventLoop, Reporter, Threads, WorkerThreads
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy, SharedPooling
 from trouper.actors.scheduling.replicas import Replicas
@@ -408,7 +406,7 @@ async def _tracing(
         yield None
         return
     try:
-        from trouper.actors.observability.tracing import Tracer, otlp_processor
+        from trouper.actors.observability.observer import Tracer, otlp_processor
 
         processor = processor or otlp_processor(config.otlp_traces_endpoint)
     except ImportError as error:

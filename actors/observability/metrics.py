@@ -17,9 +17,9 @@ from prometheus_client.registry import Collector
 from trouper.actors.messages.outputs import GrammarStats, OutputStats, SchedulerStats, StepStats
 from trouper.actors.messages.requests import GrammarWork
 from trouper.actors.messages.steps import DeviceBack, DeviceLost
-from trouper.actors.observability.distribution import Distribution
 from trouper.actors.observability.replica_metrics import (
     HISTOGRAM_TEXTS,
+    Distribution,
     Number,
     ReplicaMetrics,
     keyed,

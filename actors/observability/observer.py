@@ -2,19 +2,38 @@
 
 Laws.  A sender never waits: a message that finds the inbox full is dropped and counted.  A failure in here
 ends no request: it is logged and the next message is taken.
+
+The last events of an engine: losses of workers, preemptions, refusals, and changes of its state.
+
+Metrics count events, and the log has them as text.  A page that shows a running engine needs the last few of them as data, in
+order and without parsing.  Texts of requests never get in: an event has only numbers and words from fixed lists.
+
+One OpenTelemetry span for each request.  Imported only when `otlp_traces_endpoint` is set.
+
+A span is made when its request has ended, from the times noted on the way; nothing is traced
+while the request runs.  The caller's W3C trace context, when it sent one, is the span's parent, and its
+"not sampled" is honoured.
 """
 
 import logging
 import math
+import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib import import_module
 from itertools import count
-from typing import assert_never
+from typing import Literal, assert_never
 
 import anyio
 import msgspec
 from anyio.abc import TaskStatus
 from anyio.streams.memory import MemoryObjectReceiveStream
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import SpanKind, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from trouper.actors.messages.controls import Flush, ObserverInbox
 from trouper.actors.messages.outputs import (
@@ -25,8 +44,197 @@ from trouper.actors.messages.outputs import (
     StepStats,
 )
 from trouper.actors.messages.steps import DeviceBack, DeviceFailed, DeviceLost, ReplicaEvent
-from trouper.actors.observability.event_log import RecentEvents
 from trouper.actors.observability.metrics import Metrics
+
+# Events are rare or merged, so these are minutes to days; at 200 bytes each the log takes 40 kB.
+MAX_EVENTS = 200
+# Equal events within this time are one event with a count, so that an overload does not push out what has caused it.
+MERGE_S = 1.0
+
+EventKind = Literal[
+    "loss", "return", "failure", "recompute", "preemption", "refusal", "state", "overload"
+]
+
+
+class EngineEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """One event, or several equal ones within a second.
+
+    Attributes:
+        id: names the event; later counts of the same event have the same id.
+        revision: rises with every change of the log, so a reader can ask for what is new.
+        at: the time of the first one, in seconds since 1970.
+        detail: the cause of a loss, `kept` if the KV cache has outlived it, the limit behind a refusal, or the new state.
+        count: how many equal events these are; of `recompute`, tokens.
+        sequences: sequences that a loss interrupts.
+    """
+
+    id: int
+    revision: int
+    at: float
+    kind: EventKind
+    replica: int = 0
+    detail: str = ""
+    count: int = 1
+    step: int | None = None
+    seconds: float = 0.0
+    sequences: int = 0
+
+
+class RecentEvents:
+    """The last events of one engine, the oldest first.  Only the event loop of the engine writes it.
+
+    Args:
+        now: the time in seconds since 1970; tests give their own.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.time) -> None:
+        self.revision = 0
+        self._now = now
+        self._events: deque[EngineEvent] = deque(maxlen=MAX_EVENTS)
+        self._next_id = 1
+
+    def __repr__(self) -> str:
+        return f"<RecentEvents of {len(self._events)}, revision {self.revision}>"
+
+    def note(
+        self,
+        kind: EventKind,
+        detail: str = "",
+        *,
+        replica: int = 0,
+        count: int = 1,
+        step: int | None = None,
+        seconds: float = 0.0,
+        sequences: int = 0,
+    ) -> None:
+        """Add an event, or raise the count of an equal event of the last second.
+
+        Losses and returns are never merged, because each has its own numbers.
+        """
+        self.revision += 1
+        now = self._now()
+        if kind in ("recompute", "preemption", "refusal") and self._merge(
+            kind, detail, replica, count, now
+        ):
+            return
+        self._events.append(
+            EngineEvent(
+                id=self._next_id,
+                revision=self.revision,
+                at=now,
+                kind=kind,
+                replica=replica,
+                detail=detail,
+                count=count,
+                step=step,
+                seconds=seconds,
+                sequences=sequences,
+            )
+        )
+        self._next_id += 1
+
+    def since(self, revision: int) -> list[EngineEvent]:
+        """Return the events added or changed after this revision, the oldest first.  Revision 0 returns all."""
+        return [event for event in self._events if event.revision > revision]
+
+    def _merge(self, kind: str, detail: str, replica: int, count: int, now: float) -> bool:
+        """Add to an equal event of the last second.  Returns whether there was one.
+
+        Only as many events as kinds, details and replicas exist can be younger than a second, so the search is short.
+        """
+        for place in range(len(self._events) - 1, -1, -1):
+            event = self._events[place]
+            if event.at <= now - MERGE_S:
+                return False
+            if (event.kind, event.detail, event.replica) == (kind, detail, replica):
+                self._events[place] = msgspec.structs.replace(
+                    event, revision=self.revision, count=event.count + count
+                )
+                return True
+        return False
+
+
+EXPORT_TIMEOUT_S = 5  # each of the few batches left at the end may take so long
+NANOSECONDS = 10**9
+
+
+class Tracer:
+    """Creates one span for each finished request, in an OpenTelemetry provider of its own.
+
+    Nothing is registered globally, so a program that embeds the engine keeps its own tracing.
+    """
+
+    def __init__(self, model_name: str, processor: SpanProcessor) -> None:
+        self._model_name = model_name
+        self._provider = TracerProvider(
+            resource=Resource.create({SERVICE_NAME: "trouper"}), shutdown_on_exit=False
+        )
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("trouper")
+
+    def note(self, ended: RequestEnded) -> None:
+        """Create the span of a finished request, and queue it for export.
+
+        Its times are those of the request's statistics, so nothing happens while the request runs.
+        """
+        stats = ended.stats
+        start_ns = int(stats.arrival_time * NANOSECONDS)
+        span = self._tracer.start_span(
+            "llm_request",
+            context=_context(ended.trace_headers),
+            kind=SpanKind.SERVER,
+            attributes=self._attributes(ended),
+            start_time=start_ns,
+        )
+        if ended.finish_reason == "error":
+            span.set_status(StatusCode.ERROR, ended.error_code)
+        span.end(start_ns + int((stats.e2e_s or 0.0) * NANOSECONDS))
+
+    def close(self) -> None:
+        """Export the remaining spans, and stop the exporter's thread.
+
+        It blocks until they are sent, at most for the timeout of the export. Later spans are dropped.
+        """
+        self._provider.shutdown()
+
+    def _attributes(self, ended: RequestEnded) -> dict[str, str | int | float | tuple[str, ...]]:
+        params, stats = ended.params, ended.stats
+        found = {
+            "gen_ai.request.id": ended.request_id,
+            "gen_ai.request.max_tokens": params.max_tokens,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.top_p": params.top_p,
+            "gen_ai.request.n": params.n,
+            "gen_ai.response.model": self._model_name,
+            "gen_ai.response.finish_reasons": (ended.finish_reason,),
+            "gen_ai.usage.num_sequences": params.n,
+            "gen_ai.usage.prompt_tokens": ended.num_prompt_tokens,
+            "gen_ai.usage.completion_tokens": stats.num_generation_tokens,
+            "gen_ai.latency.time_in_queue": stats.queue_s,
+            "gen_ai.latency.time_to_first_token": stats.time_to_first_token_s,
+            "gen_ai.latency.time_in_model_prefill": stats.prefill_s,
+            "gen_ai.latency.time_in_model_decode": stats.decode_s,
+            "gen_ai.latency.time_in_model_inference": stats.inference_s,
+            "gen_ai.latency.e2e": stats.e2e_s,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def otlp_processor(endpoint: str) -> SpanProcessor:
+    """Send spans to a collector over HTTP, in batches, from a thread of its own.
+
+    Raises:
+        ImportError: the exporter is not installed.
+    """
+    # By name, because types are checked without the extra too.
+    http = import_module("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    return BatchSpanProcessor(http.OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S))
+
+
+def _context(headers: Mapping[str, str] | None) -> Context:
+    carrier = {name.lower(): value for name, value in (headers or {}).items()}
+    return TraceContextTextMapPropagator().extract(carrier, Context())
+
 
 logger = logging.getLogger("trouper")
 # Between two looks at the inbox: messages come when the loop is needed elsewhere, and a look takes a core from a step

@@ -1,6 +1,14 @@
-"""The numbers of one replica: what its scheduler and its workers do, and the requests that it has computed."""
+"""The numbers of one replica: what its scheduler and its workers do, and the requests that it has computed.
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+Observations in buckets: what Prometheus calls a histogram, at 0.2 µs an observation.
+
+`prometheus_client`'s own takes 2 µs (a lock for each of three values), which at one observation a token is
+too much for the event loop.  Here the Observer is the only writer, so that no lock is needed.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple, get_args
 
 from trouper.actors.messages.outputs import (
@@ -12,7 +20,63 @@ from trouper.actors.messages.outputs import (
 )
 from trouper.actors.messages.requests import GrammarWork
 from trouper.actors.messages.steps import DeviceBack, DeviceLost, LossCause
-from trouper.actors.observability.distribution import Distribution, one_two_five
+
+
+class Distribution:
+    """Counts per bucket; a value equal to a bound counts as up to that bound.
+
+    Each bucket has its own count here; `cumulative` adds them up for Prometheus, a rare operation.
+    """
+
+    __slots__ = ("_bounds", "_counts", "sum")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(bounds)
+        self._counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Distribution of {self.count}>"
+
+    @property
+    def count(self) -> int:
+        """Observations so far."""
+        return sum(self._counts)
+
+    def observe(self, value: float) -> None:
+        """Count one observation.
+
+        The bucket is found by bisection, so the cost hardly depends on the number of bounds.
+        """
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self.sum += value
+
+    def observe_all(self, values: Iterable[float]) -> None:
+        """Count several observations.
+
+        It is faster than single calls, because names are looked up only once for all values.
+        """
+        counts, bounds = self._counts, self._bounds
+        for value in values:
+            counts[bisect_left(bounds, value)] += 1
+            self.sum += value
+
+    def cumulative(self) -> list[tuple[float, int]]:
+        """Return (upper bound, observations up to it) pairs; the last bound is infinite.
+
+        They are what Prometheus calls `le` buckets, in rising order, and the last count is that of all observations.
+        """
+        return list(zip((*self._bounds, float("inf")), accumulate(self._counts), strict=True))
+
+
+def one_two_five(largest: int) -> tuple[float, ...]:
+    """Return the bounds 1, 2, 5, 10, 20, 50 … up to `largest`.
+
+    Steps of about a factor of two give the same relative resolution for small and large values.
+    """
+    series = (m * 10**e for e in range(len(str(largest))) for m in (1, 2, 5))
+    return tuple(float(value) for value in series if value <= largest)
+
 
 LATENCY_S = (
     0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680

@@ -24,8 +24,7 @@ from trouper.actors.messages.outputs import GrammarStats
 from trouper.actors.messages.requests import Admit, AdmitPooling, Render, RequestId
 from trouper.actors.rendering.grammar.trial_processes import UntriedGrammarError
 from trouper.actors.rendering.prompts.prompts import Rendered
-from trouper.actors.runtime.event_loop import Threads
-from trouper.actors.runtime.reporter import Reporter
+from trouper.actors.runtime.event_loop import Reporter, Threads
 from trouper.errors import GenerationError, GrammarError, TrouperError, TrouperValidationError
 from trouper.params import SamplingParams
 

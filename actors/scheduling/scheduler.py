@@ -46,8 +46,7 @@ from trouper.actors.messages.steps import (
     StepDone,
     StepFailed,
 )
-from trouper.actors.runtime.future import Future
-from trouper.actors.runtime.reporter import Reporter
+from trouper.actors.runtime.event_loop import Future, Reporter
 from trouper.actors.scheduling.first_token import FirstTokens
 from trouper.actors.scheduling.replicas import Probes, Replicas
 from trouper.actors.scheduling.scheduling_policy import SchedulerSnapshot, SchedulingPolicy

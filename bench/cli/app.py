@@ -6,11 +6,10 @@ import typer
 
 from trouper.bench.cli.fairness import fairness
 from trouper.bench.cli.kernels import kernels
-from trouper.bench.cli.latency import latency
 from trouper.bench.cli.options import ReportOptions, note
 from trouper.bench.cli.peers import peers
 from trouper.bench.cli.serve import serve
-from trouper.bench.cli.throughput import throughput
+from trouper.bench.cli.throughput import latency, throughput
 from trouper.config.resolve import resolve
 from trouper.frontends.cli.arguments.help import PanelCommand, WholeSentenceGroup
 from trouper.frontends.cli.arguments.options import expand_options

@@ -91,7 +91,7 @@ def kernels(
 
     from trouper.bench.kernels import measure as core
     from trouper.bench.kernels.cpu import OPS
-    from trouper.bench.kernels.roofs import clock_and_roofs
+    from trouper.bench.kernels.measure import clock_and_roofs
 
     table = OPS if device == "cpu" else _cuda_ops(device)
     unknown = [name for name in op or () if name not in table]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from random import Random
 from typing import Any, Literal, NamedTuple
 
-from trouper.config.checkpoint.presets import GEOMETRIES
+from trouper.config.checkpoint.model_path import GEOMETRIES
 
 # Limits of an H200, used if a run has not measured them.
 BYTES_S, FLOPS_S = 4.3e12, 790e12

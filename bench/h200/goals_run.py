@@ -22,7 +22,7 @@ from trouper.bench import report, steps
 from trouper.bench.h200.goals import DECODE_STEPS, GOALS, Goal, workload
 from trouper.bench.peers import PeerEngine, Settings, Workload, started
 from trouper.bench.throughput import model_folder
-from trouper.config.checkpoint.presets import GEOMETRIES
+from trouper.config.checkpoint.model_path import GEOMETRIES
 from trouper.config.resolve import resolve
 
 NUM_REPEATS = 3

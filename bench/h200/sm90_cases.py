@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from trouper.kernels.cuda import (
-    act_and_mul,
     decode_attention,
     embed,
     linear,
@@ -22,8 +21,8 @@ from trouper.kernels.cuda import (
     prefill_attention,
     qk_norm_rope_kv_write,
 )
-from trouper.kernels.cuda.attention import head_bytes
 from trouper.kernels.cuda.launch import Config
+from trouper.kernels.cuda.prefill_attention import head_bytes
 from trouper.kernels.cuda.sampling import (
     apply_penalties,
     logprobs,
@@ -70,15 +69,15 @@ def _heads_norms() -> Iterator[Sm90Case]:
 
 
 def _acts() -> Iterator[Sm90Case]:
-    for width, config in act_and_mul.CONFIGS["sm_90"]:
-        activations: tuple[act_and_mul.Activation, ...] = ("silu", "gelu_tanh")
+    for width, config in norms.CONFIGS["sm_90"]:
+        activations: tuple[norms.Activation, ...] = ("silu", "gelu_tanh")
         for activation in activations:
             gate_up = meta(256, 2 * min(width, 14_336))
             yield Sm90Case(
                 f"M {gate_up.shape[1] // 2}, {activation}",
                 config,
                 "none",
-                partial(act_and_mul.act_and_mul, gate_up, activation),
+                partial(norms.act_and_mul, gate_up, activation),
             )
 
 

@@ -26,19 +26,21 @@ from trouper.kernels.cpu.sampling.row_layout import ROW
 from trouper.kernels.cpu.sampling.sample import sample, sample_reference
 from trouper.kernels.linear import LinearConfig
 from trouper.kernels.ops import HostTokens
-from trouper.kernels.reference.activation import silu_and_mul_reference
 from trouper.kernels.reference.linear import linear_reference
 from trouper.kernels.reference.noise import gumbel, gumbel_reference
-from trouper.kernels.reference.norms import rms_norm, rms_norm_heads_, rms_norm_reference
-from trouper.kernels.reference.paged_attention import paged_attention_reference
-from trouper.kernels.reference.rope import (
+from trouper.kernels.reference.norms import (
     kv_write_,
     kv_write_reference,
+    rms_norm,
+    rms_norm_heads_,
+    rms_norm_reference,
     rope_,
     rope_reference,
     rope_table,
     rotation_of,
+    silu_and_mul_reference,
 )
+from trouper.kernels.reference.paged_attention import paged_attention_reference
 from trouper.kernels.select import make_linear
 
 # The reference of the noise is slow, so only this many tokens are checked.

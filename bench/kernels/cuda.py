@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trouper.bench.kernels.measure import EPS, NUM_CHECKED_OUTPUTS, Case, Shapes
-from trouper.kernels.cuda.act_and_mul import act_and_mul
 from trouper.kernels.cuda.decode_attention import decode_attention
 from trouper.kernels.cuda.embed import embed
 from trouper.kernels.cuda.lora import (
@@ -24,7 +23,7 @@ from trouper.kernels.cuda.lora import (
     max_blocks,
     num_splits,
 )
-from trouper.kernels.cuda.norms import fused_add_rms_norm, fused_add_rms_norm_reference
+from trouper.kernels.cuda.norms import act_and_mul, fused_add_rms_norm, fused_add_rms_norm_reference
 from trouper.kernels.cuda.prefill_attention import prefill_attention
 from trouper.kernels.cuda.qk_norm_rope_kv_write import (
     qk_norm_rope_kv_write_,
@@ -36,11 +35,10 @@ from trouper.kernels.cuda.sampling.sample import sample, sample_reference
 from trouper.kernels.cuda.sampling.sampling_rows import SamplingRows, make_sampling_rows
 from trouper.kernels.cuda.sampling.top_k_top_p import top_k_top_p, top_k_top_p_reference
 from trouper.kernels.lora import LowRank, RowTable
-from trouper.kernels.reference.activation import silu_and_mul_reference
 from trouper.kernels.reference.linear import linear_reference
 from trouper.kernels.reference.noise import gumbel
+from trouper.kernels.reference.norms import rope_table, silu_and_mul_reference
 from trouper.kernels.reference.paged_attention import paged_attention_reference
-from trouper.kernels.reference.rope import rope_table
 
 # The number of compared tokens.  A reference in float64 takes longer than everything else.
 NUM_CHECKED = 8

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trouper.kernels.codegen.arena import Arena
-from trouper.kernels.codegen.recording import Recording
+from trouper.kernels.codegen.recording import Arena, Recording
 from trouper.kernels.cpu.exchange_sizes import ExchangeSizes
 from trouper.kernels.cpu.rank_exchange import RankExchange
 

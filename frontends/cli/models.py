@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from trouper.config.checkpoint.model_path import is_plain
-from trouper.config.gguf.files import gguf_models, gguf_names
+from trouper.config.gguf.names import gguf_models, gguf_names
 from trouper.errors import TrouperValidationError
 from trouper.frontends.cli.arguments.options import expand_options
 
@@ -133,7 +133,7 @@ def _split_files(path: Path) -> list[Path]:
 
 
 def _entry(path: Path, name: str, files: list[Path] | None = None) -> dict[str, Any]:
-    from trouper.actors.executor.workers.compatibility import judge
+    from trouper.actors.executor.workers.model_files import judge
 
     verdict = judge(path)
     own = None if files is None else [str(file) for file in files]

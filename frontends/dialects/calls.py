@@ -1,13 +1,114 @@
-"""Convert the calls that a parser finds to events."""
+"""Convert the calls that a parser finds to events.
+
+Events that the parser of a model's answer yields.
+
+Parse an answer in channels: the format of gpt-oss, `<|channel|>analysis<|message|>...<|end|>`.
+
+A message in the channel `analysis` is reasoning, a message to a function is a call, and everything else is content.  An
+answer may begin inside the header of a message, because the prompt ends with `<|start|>assistant`.
+"""
 
 import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from trouper.frontends.dialects.events import Arguments, CallEnded, CallStarted, EventList
-from trouper.frontends.dialects.reader import Reader
+import msgspec
+
+from trouper.frontends.dialects.reader import Parse, Reader, Sink
 from trouper.frontends.dialects.value_types import ValueTypes, property_types
+
+
+class Content(msgspec.Struct, frozen=True):
+    """Text for the user.
+
+    It is what remains of the answer without reasoning and calls, and goes into the message's `content`.
+    """
+
+    text: str
+
+
+class Reasoning(msgspec.Struct, frozen=True):
+    """Text that the model wrote for itself before the answer.
+
+    It goes into `reasoning_content` of chat messages, and is not part of the text that clients send back.
+    """
+
+    text: str
+
+
+class CallStarted(msgspec.Struct, frozen=True):
+    """A tool call begins; `index` counts the calls of one answer from 0.
+
+    The function is known to be one of the request's tools.  Its arguments follow in `Arguments` events.
+    """
+
+    index: int
+    name: str
+
+
+class Arguments(msgspec.Struct, frozen=True):
+    """A part of the arguments of call `index`: all parts in order are its JSON object.
+
+    A part may end anywhere in the JSON text, even inside an escape sequence, so clients parse only the whole.
+    """
+
+    index: int
+    text: str
+
+
+class CallEnded(msgspec.Struct, frozen=True):
+    """Call `index` is complete, or gets no more arguments.
+
+    If the answer was cut off, the arguments so far may be invalid JSON.
+    """
+
+    index: int
+
+
+ParserEvent = Content | Reasoning | CallStarted | Arguments | CallEnded
+
+
+class EventList:
+    """Collects events, and merges adjacent events of one kind.
+
+    The parser reads many small parts of a text, and clients should get one chunk for them.
+    """
+
+    def __init__(self) -> None:
+        self._events: list[ParserEvent] = []
+        # The texts of the last event, which are joined once, so that many are cheap.
+        self._pieces: list[str] = []
+
+    def add(self, event: ParserEvent) -> None:
+        """Append the event, or append its text to the last event of the same kind."""
+        if isinstance(event, CallStarted | CallEnded):
+            self._close()
+            self._events.append(event)
+        elif event.text:
+            if not self._pieces or not _are_alike(event, self._events[-1]):
+                self._close()
+                self._events.append(event)
+            self._pieces.append(event.text)
+
+    def take(self) -> list[ParserEvent]:
+        """Return the events since the last call."""
+        self._close()
+        events, self._events = self._events, []
+        return events
+
+    def _close(self) -> None:
+        if len(self._pieces) > 1:
+            last = self._events[-1]
+            self._events[-1] = msgspec.structs.replace(last, text="".join(self._pieces))
+        self._pieces = []
+
+
+def _are_alike(event: ParserEvent, last: ParserEvent) -> bool:
+    if isinstance(event, Arguments):
+        return isinstance(last, Arguments) and event.index == last.index
+    return type(event) is type(last)
+
 
 # JSON schemas of the parameters, by the name of the tool.
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -231,3 +332,61 @@ NUMBERS = re.compile(f"(?:{NUMBER.pattern}, *+)+(?=[-0-9])")
 # The names that tools may have.
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+MAX_HEADER = 512
+
+
+def read_channels(reader: Reader, calls: CallWriter, content: Sink, reason: Sink) -> Parse[None]:
+    """Read messages up to the end of the answer.
+
+    A header without a message is treated as content, so no text of the answer is lost.
+    """
+    marks = (CHANNEL, START, *ENDS)
+    while calls.step() and (mark := (yield from reader.until(marks, content))):
+        if mark in ENDS:
+            continue
+        text, found = yield from reader.until_soon((MESSAGE, *ENDS), MAX_HEADER)
+        if found == MESSAGE:
+            yield from _message(reader, mark, text, calls, content, reason)
+        # The text is not a header.
+        elif mark == CHANNEL or not found:
+            content(mark + text + found)
+    yield from reader.rest(content)
+
+
+def _message(
+    reader: Reader, mark: str, header: str, calls: CallWriter, content: Sink, reason: Sink
+) -> Parse[None]:
+    channel = header.rpartition(CHANNEL)[2].split(maxsplit=1)[0] if header.strip() else ""
+    recipient = header.partition("to=functions.")[2]
+    if recipient and calls.schemas:
+        name = recipient.split("<", 1)[0].split(maxsplit=1)
+        reader.hold()
+        if name and calls.start(name[0]):
+            is_whole = yield from _arguments(reader, calls)
+            is_call = calls.end(is_whole=is_whole)
+            text = reader.give_back()
+            if not is_call:
+                content(mark + header + MESSAGE + text)
+            return
+        reader.rewind()
+    yield from reader.until((*ENDS, START), reason if channel == "analysis" else content)
+
+
+def _arguments(reader: Reader, calls: CallWriter) -> Parse[bool]:
+    """Read arguments, which may be absent, and the mark behind them.  Returns whether they are complete.
+
+    If the text is not valid arguments, everything up to the mark is read.
+    """
+    yield from reader.skip_blanks()
+    is_whole = (yield from reader.peek()) != "{" or (yield from reader.json_value(calls.arguments))
+    yield from reader.skip_blanks()
+    if not (yield from reader.peek()):
+        return is_whole and not (reader.is_cut and not calls.has_arguments)
+    is_alone = (yield from reader.accept(*ENDS)) or (yield from reader.accept(START))
+    if not is_alone:
+        yield from reader.until((*ENDS, START), lambda _: None)
+    return is_whole and bool(is_alone)

@@ -15,9 +15,16 @@ Laws:
 from collections.abc import Mapping
 
 from trouper.frontends.dialects.bodies import read_array, read_object, read_python, read_section
-from trouper.frontends.dialects.calls import MAX_HELD, CallWriter, Schemas
-from trouper.frontends.dialects.channels import read_channels
-from trouper.frontends.dialects.events import Content, EventList, ParserEvent, Reasoning
+from trouper.frontends.dialects.calls import (
+    MAX_HELD,
+    CallWriter,
+    Content,
+    EventList,
+    ParserEvent,
+    Reasoning,
+    Schemas,
+    read_channels,
+)
 from trouper.frontends.dialects.reader import Parse, Reader
 from trouper.frontends.dialects.table import Dialect, Span
 

@@ -12,9 +12,9 @@ from trouper.config.args import EngineArgs
 from trouper.errors import EnginePausedError, TrouperValidationError, UnsupportedFeatureError
 from trouper.frontends.python.beam_search import BeamSearchOutput, SearchLimits, beam_search
 from trouper.frontends.python.llm_engine import LLMEngine
-from trouper.frontends.python.llm_pooling import PoolingMethods
-from trouper.frontends.python.llm_requests import (
+from trouper.frontends.python.llm_pooling import (
     Conversation,
+    PoolingMethods,
     ProgressBar,
     as_chat_prompts,
     as_list,

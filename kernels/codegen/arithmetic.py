@@ -19,7 +19,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from trouper.kernels.codegen.core import Value
+from trouper.kernels.codegen.core import F32, F32X16, I8, I16, I32, I32X16, Value
 from trouper.kernels.codegen.features import (
     has_byte_dots,
     has_byte_pairs,
@@ -27,7 +27,6 @@ from trouper.kernels.codegen.features import (
     has_wide_byte_dots,
     has_wide_byte_pairs,
 )
-from trouper.kernels.codegen.ir_types import F32, F32X16, I8, I16, I32, I32X16
 from trouper.kernels.codegen.units import LANES
 from trouper.kernels.codegen.vectors import VectorBuilder
 

@@ -26,8 +26,7 @@ from typing import Any
 from llvmlite import ir
 
 from trouper.kernels.codegen.arithmetic import MathBuilder
-from trouper.kernels.codegen.core import Operand, Pointer, Value
-from trouper.kernels.codegen.ir_types import I8, I32, I64, POINTER
+from trouper.kernels.codegen.core import I8, I32, I64, POINTER, Operand, Pointer, Value
 from trouper.kernels.codegen.units import LANES
 
 

@@ -9,9 +9,7 @@ from typing import Any, Literal
 
 from llvmlite import ir
 
-from trouper.kernels.codegen.core import CoreBuilder, Operand, Value
-from trouper.kernels.codegen.features import has_bf16_dot, has_permutations
-from trouper.kernels.codegen.ir_types import (
+from trouper.kernels.codegen.core import (
     BF16X32,
     ELEMENTS,
     F32X16,
@@ -21,7 +19,11 @@ from trouper.kernels.codegen.ir_types import (
     I32,
     I32X16,
     I64,
+    CoreBuilder,
+    Operand,
+    Value,
 )
+from trouper.kernels.codegen.features import has_bf16_dot, has_permutations
 from trouper.kernels.codegen.units import LANES
 
 

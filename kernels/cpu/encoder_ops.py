@@ -63,7 +63,7 @@ class TokenEmbedding:
         kind = units.row_kind(words.dtype, words.shape[1], native=native)
         self._kernel: launch.Kernel | None = None
         if kind is not None:
-            from trouper.kernels.cpu.fused.embed_and_pool import embed_tokens
+            from trouper.kernels.cpu.fused.norms import embed_tokens
 
             self._kernel = launch.compiled(embed_tokens, kind)
 
@@ -181,7 +181,7 @@ class RowPooling:
         kind = units.row_kind(dtype, width, native=native)
         self._kernel: launch.Kernel | None = None
         if kind is not None:
-            from trouper.kernels.cpu.fused.embed_and_pool import mean_of_spans
+            from trouper.kernels.cpu.fused.norms import mean_of_spans
 
             self._kernel = launch.compiled(mean_of_spans, kind)
 

@@ -17,10 +17,14 @@ from trouper.kernels.codegen.units import LANES, Kind
 from trouper.kernels.cpu.attention import decode, prefill
 from trouper.kernels.cpu.attention import tile as attention_tile
 from trouper.kernels.cpu.attention.plan import AttentionPlanner, NativePlan
-from trouper.kernels.cpu.fused.activations import act_and_mul, activate, finish_logits
-from trouper.kernels.cpu.fused.embed_and_pool import embed
-from trouper.kernels.cpu.fused.norms import fused_add_norm
-from trouper.kernels.cpu.fused.qk_norm_rope_kv_write import qk_norm_rope_kv_write
+from trouper.kernels.cpu.fused.norms import (
+    act_and_mul,
+    activate,
+    embed,
+    finish_logits,
+    fused_add_norm,
+    qk_norm_rope_kv_write,
+)
 from trouper.kernels.cpu.memory import Float32Copies, num_threads_for, padded
 from trouper.kernels.ops import CpuOps, Integers, OpsConfig
 

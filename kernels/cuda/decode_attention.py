@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trouper.kernels.cuda.attention import attend, head_bytes
 from trouper.kernels.cuda.launch import MERGE, Table, config_of, dot_type
+from trouper.kernels.cuda.prefill_attention import attend, head_bytes
 
 # Parts of a sequence: one sequence of 16 k keys with 8 KV heads fills 132 processors.
 MAX_SPLITS = 64

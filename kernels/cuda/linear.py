@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trouper.kernels.cuda.attention import PRECISION
 from trouper.kernels.cuda.launch import Table, config_of, dot_type
+from trouper.kernels.cuda.prefill_attention import PRECISION
 from trouper.kernels.linear import LinearMethod
 
 # Tiles of rows that share a tile of W in the second cache.

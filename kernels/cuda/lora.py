@@ -31,8 +31,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trouper.kernels.cuda.attention import PRECISION
 from trouper.kernels.cuda.launch import Table, config_of, dot_type
+from trouper.kernels.cuda.prefill_attention import PRECISION
 from trouper.kernels.lora import LoRAWeights, LowRank, rounded_rank
 
 # The smallest number of rows that the matrix units multiply.

@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from trouper.kernels.cuda.act_and_mul import act_and_mul
 from trouper.kernels.cuda.decode_attention import decode_attention
 from trouper.kernels.cuda.embed import embed
-from trouper.kernels.cuda.norms import fused_add_rms_norm
+from trouper.kernels.cuda.norms import act_and_mul, fused_add_rms_norm
 from trouper.kernels.cuda.prefill_attention import prefill_attention
 from trouper.kernels.cuda.qk_norm_rope_kv_write import qk_norm_rope_kv_write_
 from trouper.kernels.ops import Ops, OpsConfig

@@ -2,7 +2,7 @@
 
     qkv    [T, N + 2 H, D]  tokens × (q heads, k heads, v heads) × head width, rows contiguous
     norm   [N + H, D]       weights of the norm of each q and k head, or None
-    table  [P, 2, R]        positions × (cos, signed sin) × rotated width, in the form of `kernels/reference/rope.py`,
+    table  [P, 2, R]        positions × (cos, signed sin) × rotated width, in the form of `kernels/reference/norms.py`,
                             or None; the queries may have another one
     cache  [2, H, S, D]     one layer; a head's row of a slot is contiguous
     slots  [T]              int32; a negative slot is a padding token, for which nothing is written
@@ -18,8 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trouper.kernels.cuda.launch import Table, config_of
-from trouper.kernels.reference.norms import rms_norm_reference
-from trouper.kernels.reference.rope import kv_write_reference
+from trouper.kernels.reference.norms import kv_write_reference, rms_norm_reference
 
 # By D: a program has HEADS heads.
 CONFIGS: Table = {

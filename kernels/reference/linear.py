@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trouper.kernels.formats import LIMITS, Format
-from trouper.kernels.reference.activation import activate
+from trouper.kernels.reference.norms import activate
 
 
 def linear_reference(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trouper.bench import serve
-from trouper.bench.client import EventCutter, Outcome, ask
 from trouper.bench.datasets import SampleRequest
+from trouper.bench.serve import EventCutter, Outcome, ask
 from trouper.errors import TrouperValidationError
 
 pytestmark = pytest.mark.anyio

@@ -10,11 +10,17 @@ import torch
 
 from trouper.bench import report, startup
 from trouper.bench import throughput as core
-from trouper.bench.kernels import roofs
 from trouper.bench.kernels.cpu import OPS
-from trouper.bench.kernels.measure import TOLERANCE, Case, Shapes, WrongResultError, measure
+from trouper.bench.kernels.measure import (
+    TOLERANCE,
+    Case,
+    Roofs,
+    Shapes,
+    WrongResultError,
+    measure,
+)
 from trouper.config.args import EngineArgs
-from trouper.config.checkpoint.presets import GEOMETRIES
+from trouper.config.checkpoint.model_path import GEOMETRIES
 from trouper.config.model import DEMO_MODEL
 from trouper.errors import UnsupportedFeatureError
 from trouper.extras import install_hint
@@ -218,6 +224,7 @@ def test_every_operation_is_right_and_has_its_figures(report, dtype):
         assert record["error"] <= TOLERANCE[getattr(torch, dtype)]
 
 
+@pytest.mark.timeout(240)
 def test_every_triton_kernel_is_right_and_has_its_figures(report):
     """On the device that there is; without one the interpreter takes its place."""
     cuda_kernels = pytest.importorskip("trouper.bench.kernels.cuda", exc_type=ImportError)
@@ -240,7 +247,7 @@ def test_integers_must_be_those_of_the_reference():
         yield Case("", lambda: torch.tensor([101]), lambda: torch.tensor([100]), 1, 1)
 
     with pytest.raises(WrongResultError, match=r"wrong by 0\.01, 0 is allowed"):
-        next(measure([Shapes()], roofs.Roofs(1.0, 1.0), ["wrong"], table={"wrong": wrong}))
+        next(measure([Shapes()], Roofs(1.0, 1.0), ["wrong"], table={"wrong": wrong}))
 
 
 def test_one_operation_may_be_named(bench):
@@ -257,11 +264,11 @@ def test_a_kernel_that_is_wrong_is_not_timed(monkeypatch):
     monkeypatch.setitem(OPS, "wrong", wrong)
     step = Shapes(hidden=64, cold_bytes=0)
     with pytest.raises(WrongResultError, match="wrong"):
-        next(measure([step], roofs.Roofs(1.0, 1.0), ["wrong"], table=OPS))
+        next(measure([step], Roofs(1.0, 1.0), ["wrong"], table=OPS))
 
 
 def test_share_of_roof_is_that_of_nearer_one():
-    machine = roofs.Roofs(bytes_s=10.0, flops_s=100.0)
+    machine = Roofs(bytes_s=10.0, flops_s=100.0)
     assert machine.share(10, 50, 2.0) == 0.5
     assert machine.share(1, 100, 2.0) == 0.5
     assert Case._fields[3:5] == ("num_bytes", "num_flops")

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from trouper.config.args import EQUIVALENT, NOT_IMPLEMENTED, NOT_NEEDED, AsyncEngineArgs, EngineArgs
-from trouper.config.checkpoint.presets import GEOMETRIES
+from trouper.config.checkpoint.model_path import GEOMETRIES
 from trouper.config.context import UNKNOWN_KV_CACHE_BYTES
 from trouper.config.model import DEMO_MODEL, DTYPES, ModelConfig
 from trouper.config.resolve import resolve

@@ -14,8 +14,8 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from trouper.config.args import EngineArgs
 from trouper.config.checkpoint.model_path import model_path
-from trouper.config.gguf.files import choose_gguf, gguf_models
 from trouper.config.gguf.header import is_gguf, read_gguf
+from trouper.config.gguf.names import choose_gguf, gguf_models
 from trouper.config.model import ModelConfig
 from trouper.errors import TrouperValidationError
 

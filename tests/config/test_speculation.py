@@ -14,14 +14,16 @@ from tests.scheduling.test_policy import Desk
 from tests.support.engines import expected, simulated_engine
 from trouper import SamplingParams
 from trouper.actors.executor.speculation.drafter import FEW_MATCHING, find, last_match, num_equal
-from trouper.actors.executor.speculation.matching import MOST_TOKENS, SEPARATOR, RecentAnswers
-from trouper.actors.executor.speculation.pace import (
+from trouper.actors.executor.speculation.matching import (
     CHANCES,
     CHANCES_OF_MODEL,
     LONGEST_PAUSE,
+    MOST_TOKENS,
     PAUSE,
     RUNS,
+    SEPARATOR,
     Pace,
+    RecentAnswers,
 )
 from trouper.config.args import EngineArgs
 from trouper.config.model import DEMO_MODEL

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trouper.frontends.dialects.calls import MAX_HELD
+from trouper.frontends.dialects.calls import MAX_HELD, Arguments, CallStarted, Content
 from trouper.frontends.dialects.core import AnswerParser
-from trouper.frontends.dialects.events import Arguments, CallStarted, Content
 from trouper.frontends.dialects.table import BY_NAME, DIALECTS
 from trouper.frontends.dialects.value_types import ValueTypes, as_json, property_types
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trouper.frontends.dialects import events
+from trouper.frontends.dialects import calls
 from trouper.frontends.dialects.core import AnswerParser
 from trouper.frontends.dialects.table import BY_NAME, DIALECTS, detect
 from trouper.frontends.dialects.value_types import ValueTypes, as_json
@@ -36,7 +36,7 @@ def plain(event):
 
 
 def parse(name, pieces, *, is_cut=False, **options):
-    dialect, merged = BY_NAME[name], events.EventList()
+    dialect, merged = BY_NAME[name], calls.EventList()
     parser = AnswerParser(dialect, TOOLS, reasoning=dialect.reasoning, **options)
     for piece in pieces:
         for event in parser.feed(piece):
@@ -106,7 +106,7 @@ def test_answer_without_marks_is_content_and_nothing_is_lost(name, text):
 def test_without_tools_marks_are_text():
     parser = AnswerParser(BY_NAME["hermes"])
     text = '<tool_call>{"name": "f"}</tool_call>'
-    assert [*parser.feed(text), *parser.end()] == [events.Content(text)]
+    assert [*parser.feed(text), *parser.end()] == [calls.Content(text)]
 
 
 def test_an_answer_may_begin_inside_the_reasoning():

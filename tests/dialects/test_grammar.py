@@ -12,7 +12,7 @@ from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.config.model import DEMO_MODEL
 from trouper.errors import TrouperValidationError
 from trouper.frontends.dialects.answer_format import AnswerFormat
-from trouper.frontends.dialects.events import Arguments, CallStarted, Content
+from trouper.frontends.dialects.calls import Arguments, CallStarted, Content
 from trouper.frontends.dialects.grammar import MAX_CALLS, forced_calls, strict_calls
 from trouper.frontends.dialects.table import BY_NAME, DIALECTS
 

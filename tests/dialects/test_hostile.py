@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trouper.bench.studies.server.parsers import HOSTILE, SLICE, hostile_text, parser_of
-from trouper.frontends.dialects import core, json_scanner
-from trouper.frontends.dialects.calls import MAX_STEPS
+from trouper.frontends.dialects import core, reader
+from trouper.frontends.dialects.calls import MAX_STEPS, Content
 from trouper.frontends.dialects.core import AnswerParser
-from trouper.frontends.dialects.events import Content
-from trouper.frontends.dialects.json_scanner import MAX_DEPTH, JSONScanner
+from trouper.frontends.dialects.reader import MAX_DEPTH, JSONScanner
 from trouper.frontends.dialects.table import BY_NAME
 
 from .test_core import TOOLS, parse
@@ -60,7 +59,7 @@ def test_end_of_value_is_same_by_steps_and_by_arrays(opening, text, cut):
 
 
 def test_value_that_is_too_deep_is_no_argument():
-    deep = "[" * (MAX_DEPTH + 1) + "1" * json_scanner.AT_ONCE
+    deep = "[" * (MAX_DEPTH + 1) + "1" * reader.AT_ONCE
     assert JSONScanner().end_in(deep, 0) == MAX_DEPTH
     assert parse("json", [deep]) == [["Content", deep]]
 

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trouper.actors.executor.sampling.ahead import AheadMatcher, FreeAhead
-from trouper.actors.executor.sampling.grammar import GRAMMAR_ERROR
+from trouper.actors.executor.sampling.grammar import GRAMMAR_ERROR, AheadMatcher, FreeAhead
 from trouper.actors.executor.sampling.sampler import Sampler
 from trouper.actors.executor.speculation.drafter import num_equal
 from trouper.actors.executor.speculation.grammar_drafts import (
@@ -26,8 +25,7 @@ from trouper.actors.executor.speculation.grammar_drafts import (
     look_ahead,
     matching_positions,
 )
-from trouper.actors.executor.speculation.matching import SEPARATOR
-from trouper.actors.executor.speculation.pace import STEP_COSTS, Shares, best_length
+from trouper.actors.executor.speculation.matching import SEPARATOR, STEP_COSTS, Shares, best_length
 from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.messages.requests import Grammar, GrammarRules, ReasoningRules, SequenceId
 from trouper.actors.messages.steps import NewSequence, Sampling

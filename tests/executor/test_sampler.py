@@ -6,8 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trouper.actors.executor.sampling.penalties import BadWords
-from trouper.actors.executor.sampling.sampler import Sampler, prompt_logprobs, token_logprobs
+from trouper.actors.executor.sampling.sampler import (
+    BadWords,
+    Sampler,
+    prompt_logprobs,
+    token_logprobs,
+)
 from trouper.actors.executor.steps.request_slots import PromptSpan, RequestSlots
 from trouper.actors.messages.requests import Embeds, SequenceId
 from trouper.actors.messages.steps import NewSequence, Sampling

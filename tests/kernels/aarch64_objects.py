@@ -20,10 +20,16 @@ from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.replay import replay
 from trouper.kernels.cpu.attention.decode import decode_attention, merge_partials
 from trouper.kernels.cpu.attention.prefill import prefill_attention, whole_attention
-from trouper.kernels.cpu.fused.activations import act_and_mul, activate, finish_logits
-from trouper.kernels.cpu.fused.embed_and_pool import embed, mean_of_spans
-from trouper.kernels.cpu.fused.norms import center_norm, fused_add_norm
-from trouper.kernels.cpu.fused.qk_norm_rope_kv_write import qk_norm_rope_kv_write
+from trouper.kernels.cpu.fused.norms import (
+    act_and_mul,
+    activate,
+    center_norm,
+    embed,
+    finish_logits,
+    fused_add_norm,
+    mean_of_spans,
+    qk_norm_rope_kv_write,
+)
 from trouper.kernels.cpu.linear.integer_bytes import byte_matmul
 from trouper.kernels.cpu.linear.integer_panels import quantize_panels
 from trouper.kernels.cpu.linear.integer_rows import quantize_rows

@@ -1,6 +1,6 @@
 """The last events of an engine: bounded, in order, and without repetition."""
 
-from trouper.actors.observability.event_log import MAX_EVENTS, MERGE_S, RecentEvents
+from trouper.actors.observability.observer import MAX_EVENTS, MERGE_S, RecentEvents
 
 
 class Clock:

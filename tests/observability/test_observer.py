@@ -11,11 +11,14 @@ from tests.support.engines import STEP_S, simulated_engine
 from trouper.actors.messages.controls import Flush, ObserverInbox
 from trouper.actors.messages.outputs import OutputStats, RequestEnded, SchedulerStats, StepStats
 from trouper.actors.messages.steps import DeviceBack, DeviceLost
-from trouper.actors.observability.event_log import RecentEvents
 from trouper.actors.observability.metrics import Metrics
-from trouper.actors.observability.observer import INTAKE_PAUSE_S, Observer, interval_line
-from trouper.actors.runtime.future import Future
-from trouper.actors.runtime.reporter import Reporter
+from trouper.actors.observability.observer import (
+    INTAKE_PAUSE_S,
+    Observer,
+    RecentEvents,
+    interval_line,
+)
+from trouper.actors.runtime.event_loop import Future, Reporter
 from trouper.metrics import Counter
 from trouper.outputs import RequestStateStats
 from trouper.params import SamplingParams

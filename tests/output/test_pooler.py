@@ -8,8 +8,8 @@ from trouper.actors.messages.outputs import Pooled, PooledRequest
 from trouper.actors.messages.requests import AdmitPooling, RequestId
 from trouper.actors.output import pooler as pooler_module
 from trouper.actors.output.pooler import LARGE, Pooler
-from trouper.actors.replies.pooling_slot import PoolingSlot
-from trouper.actors.runtime.future import Future
+from trouper.actors.replies.slot import PoolingSlot
+from trouper.actors.runtime.event_loop import Future
 from trouper.errors import GenerationError, TrouperValidationError
 from trouper.outputs import RequestError
 from trouper.pooling import LateInteractionParams, PoolingParams

@@ -9,7 +9,7 @@ import pytest
 from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.models.native_decoder import kv_cache_specs
 from trouper.actors.executor.models.parameters import layer_parameters, outer_parameters
-from trouper.config.checkpoint.presets import GEOMETRIES
+from trouper.config.checkpoint.model_path import GEOMETRIES
 from trouper.config.context import KV_SHARE, LEAST_CONTEXT
 
 PAGE = (Path(__file__).parents[2] / "docs" / "install.md").read_text()

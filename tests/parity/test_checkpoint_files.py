@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trouper.actors.executor.weights.checkpoint import Checkpoint
-from trouper.actors.executor.workers.compatibility import judge
+from trouper.actors.executor.workers.model_files import judge
 from trouper.config.adapters import WEIGHTS as ADAPTER
 from trouper.errors import TrouperValidationError
 

@@ -33,9 +33,8 @@ from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.bench.studies.models.edits import write_folder
 from trouper.config.args import EngineArgs
 from trouper.config.context import weight_bytes
-from trouper.config.gguf.files import find_gguf
 from trouper.config.gguf.header import TENSOR_TYPES, read_gguf
-from trouper.config.gguf.names import FAMILIES, hf_config, place_of
+from trouper.config.gguf.names import FAMILIES, find_gguf, hf_config, place_of
 from trouper.config.model import ModelConfig
 from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError

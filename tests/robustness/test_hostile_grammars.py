@@ -18,7 +18,7 @@ from time import perf_counter
 import anyio
 import pytest
 
-from trouper.bench.local_server import local_server
+from trouper.bench.serve import local_server
 from trouper.errors import GenerationError, GrammarError
 from trouper.params import SamplingParams, StructuredOutputsParams
 

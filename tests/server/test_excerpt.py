@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trouper.frontends.server.anthropic.conversation import CountTokensRequest, MessagesRequest
-from trouper.frontends.server.http import large_json as module
+from trouper.frontends.server.http import body as module
+from trouper.frontends.server.http.body import LONG, excerpt
 from trouper.frontends.server.http.decoding import THREAD_FROM, decode_now
-from trouper.frontends.server.http.large_json import LONG, excerpt
 from trouper.frontends.server.ollama.requests import OllamaChatRequest, OllamaGenerateRequest
 from trouper.frontends.server.openai.requests import (
     ChatRequest,

@@ -19,7 +19,7 @@ from trouper.frontends.server.asgi.app import create_app
 from trouper.frontends.server.http import decoding
 from trouper.frontends.server.http.decoding import decode_now
 from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest
-from trouper.frontends.server.pooling import cohere, routes
+from trouper.frontends.server.pooling import routes
 from trouper.frontends.server.pooling.encodings import numbers
 
 from .client import Client
@@ -58,7 +58,7 @@ async def test_the_loop_beats_while_an_answer_is_built(kind, beating, monkeypatc
     client, heart = beating
     path, name, body = ANSWERS[kind]
     monkeypatch.setattr(routes, "QUICK_BASE64", routes.QUICK)  # that many numbers are a long body
-    module = cohere if kind == "cohere" else routes
+    module = routes
     monkeypatch.setattr(module, name, heart.hold_up(getattr(module, name)))
     answer = await client.post(path, body)
     assert answer.status == 200, answer.body

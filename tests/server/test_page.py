@@ -10,10 +10,10 @@ from hashlib import sha256
 import anyio
 import pytest
 
-from trouper.actors.observability.event_log import RecentEvents
+from trouper.actors.observability.observer import RecentEvents
 from trouper.frontends.server.asgi.app import App
 from trouper.frontends.server.http.context import RequestContext
-from trouper.frontends.server.http.hosts import HostNames
+from trouper.frontends.server.http.headers import HostNames
 from trouper.frontends.server.ops.ui import SAFETY
 from trouper.frontends.server.page.feed import MAX_VIEWERS
 from trouper.frontends.server.page.files import KINDS, STATIC

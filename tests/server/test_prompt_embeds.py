@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save
 from trouper import AsyncLLMEngine, EngineArgs
 from trouper.config.model import DEMO_MODEL
 from trouper.frontends.server.asgi.app import create_app
-from trouper.frontends.server.http.large_json import LONG
+from trouper.frontends.server.http.body import LONG
 
 from .client import Client
 from .conftest import SMALL

@@ -17,8 +17,7 @@ import trouper.actors.scheduling.state.sequence as sequences_module
 import trouper.actors.scheduling.state.sequence_table as table_module
 from trouper.actors.engine.generation import Generation
 from trouper.actors.engine.request_table import RequestTable
-from trouper.actors.output.detokenizer import Detokenizer
-from trouper.actors.output.output_stats import OutputStatsCollector
+from trouper.actors.output.detokenizer import Detokenizer, OutputStatsCollector
 from trouper.actors.rendering.renderer import Renderer
 from trouper.actors.replies.slot import ReplySlot
 from trouper.actors.scheduling.culprit_search import FaultBisection

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 from trouper.actors.executor.links.rings import Ring, RingFiles, create_ring
-from trouper.actors.executor.links.tcp_link import HEADER, LinkLostError, TcpLink
 from trouper.actors.executor.links.worker_links import (
+    HEADER,
+    LinkLostError,
     SharedSizes,
+    TcpLink,
     close_files,
     create_shared_files,
     open_worker_links,

@@ -8,10 +8,10 @@ from contextlib import closing
 import pytest
 
 from trouper.actors.executor.links.worker_links import close_files
-from trouper.actors.executor.workers.machines import accept_links, authentication
+from trouper.actors.executor.workers.machines import authentication, worker_group
 from trouper.actors.executor.workers.machines import channel as messages
-from trouper.actors.executor.workers.machines.accept_links import LinkAcceptor, PendingHello
 from trouper.actors.executor.workers.machines.channel import ChannelError, LinkHello
+from trouper.actors.executor.workers.machines.worker_group import LinkAcceptor, PendingHello
 
 KEY = b"a key of these machines"
 
@@ -61,7 +61,7 @@ def test_slow_handshake_is_limited_in_total(monkeypatch):
 
 
 def test_silent_strangers_hold_up_no_link(listener, monkeypatch):
-    monkeypatch.setattr(accept_links, "MAX_HEARD", 3)
+    monkeypatch.setattr(worker_group, "MAX_HEARD", 3)
     strangers = [socket.create_connection(listener.getsockname()) for _ in range(8)]
     assert accept(listener, {"hidden 0"}, (LinkHello(1, "hidden 0"),)) == {"hidden 0"}
     for stranger in strangers:
@@ -69,7 +69,7 @@ def test_silent_strangers_hold_up_no_link(listener, monkeypatch):
 
 
 def test_links_not_dialled_are_named_when_their_time_is_over(listener, monkeypatch):
-    monkeypatch.setattr(accept_links, "LINKS_S", 0.01)
+    monkeypatch.setattr(worker_group, "LINKS_S", 0.01)
     with socket.create_connection(listener.getsockname()):
         with pytest.raises(TimeoutError, match=r"not dialled within 0\.01 s: hidden 0, tokens 0"):
             LinkAcceptor(listener, KEY, 1, {"tokens 0", "hidden 0"}).accept_all()

@@ -24,7 +24,7 @@ from trouper.actors.executor.workers.machines.launch_hosts import (
     listen,
     open_nodes,
 )
-from trouper.actors.executor.workers.machines.remote_peer import RemotePeer
+from trouper.actors.executor.workers.machines.worker_group import RemotePeer
 from trouper.actors.executor.workers.model_files import MachineFacts
 from trouper.actors.executor.workers.wire import MAX_FRAME, Close, FrameReader, encode
 from trouper.actors.executor.workers.worker_process import Exit

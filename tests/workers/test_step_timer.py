@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from trouper.actors.executor.device import PendingResult
-from trouper.actors.executor.workers import step_timer
+from trouper.actors.executor.workers import model_host
 from trouper.actors.executor.workers.model_host import ModelHost
 from trouper.actors.messages.steps import StepDone, StepFailed
 
@@ -13,7 +13,7 @@ from trouper.actors.messages.steps import StepDone, StepFailed
 @pytest.fixture
 def now(monkeypatch):
     clock = SimpleNamespace(s=100.0)
-    monkeypatch.setattr(step_timer, "perf_counter", lambda: clock.s)
+    monkeypatch.setattr(model_host, "perf_counter", lambda: clock.s)
     return clock
 
 

@@ -10,8 +10,7 @@ from trouper.config.args import EngineArgs
 from trouper.config.checkpoint.files import check_folder, checked, read_object
 from trouper.config.checkpoint.hf_config import WHOLE, flattened, overridden, with_floats
 from trouper.config.checkpoint.hf_fields import MOST_POSITIONS, GenerationFields, HfFields, Rope
-from trouper.config.checkpoint.hub import download
-from trouper.config.checkpoint.model_path import DEMO_MODEL, model_path
+from trouper.config.checkpoint.model_path import DEMO_MODEL, GEOMETRIES, download, model_path
 from trouper.config.checkpoint.pooler import (
     PoolerConfig,
     PoolerSpec,
@@ -19,7 +18,6 @@ from trouper.config.checkpoint.pooler import (
     is_pooling,
     pooler_spec,
 )
-from trouper.config.checkpoint.presets import GEOMETRIES
 from trouper.config.checkpoint.recurrent import (
     MIXED,
     OPEN_POSITIONS,

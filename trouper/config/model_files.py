@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from trouper.config.gguf.files import gguf_models, gguf_names
 from trouper.config.gguf.header import Gguf, read_gguf
+from trouper.config.gguf.names import gguf_models, gguf_names
 from trouper.config.model import ModelConfig
 
 # The largest size of a safetensors header in bytes; the largest known one is under 20 MiB.

@@ -29,7 +29,7 @@ from trouper.actors.messages.controls import (
     Wake,
 )
 from trouper.actors.messages.steps import PoolPlan, StepPlan
-from trouper.actors.runtime.future import Future
+from trouper.actors.runtime.event_loop import Future
 from trouper.config.adapters import AdapterFiles
 from trouper.config.engine_config import EngineConfig
 

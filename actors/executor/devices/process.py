@@ -38,7 +38,7 @@ from trouper.actors.executor.devices.worker_link import (
     send_to_all,
     take_what_has_come,
 )
-from trouper.actors.executor.links.tcp_link import LinkLostError
+from trouper.actors.executor.links.worker_links import LinkLostError
 from trouper.actors.executor.workers.launching import (
     Launcher,
     LocalLauncher,

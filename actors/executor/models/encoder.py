@@ -25,9 +25,14 @@ from trouper.kernels.cpu.attention.varlen import (
 )
 from trouper.kernels.cpu.encoder_ops import LayerNorm, TokenEmbedding
 from trouper.kernels.linear import LinearMethod
-from trouper.kernels.reference.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
-from trouper.kernels.reference.norms import rms_norm
-from trouper.kernels.reference.rope import rope_, rotation_of
+from trouper.kernels.reference.norms import (
+    gelu_and_mul,
+    gelu_tanh_and_mul,
+    rms_norm,
+    rope_,
+    rotation_of,
+    silu_and_mul,
+)
 
 ACT_AND_MUL = {"silu": silu_and_mul, "gelu": gelu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
 

@@ -1,4 +1,4 @@
-"""Compute the tables of rotary position embeddings (RoPE) that attention reads; see `kernels/reference/rope.py`.
+"""Compute the tables of rotary position embeddings (RoPE) that attention reads; see `kernels/reference/norms.py`.
 
 Models scale the frequencies in several ways to support sequences beyond the length of their training. The formulas are
 linear (Chen et al. 2023), llama3 (Meta's reference code), yarn (Peng et al. 2023, 2309.00071) and longrope (Ding et al. 2024,
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.models.traits import RopeTraits
-from trouper.kernels.reference.rope import rope_table
+from trouper.kernels.reference.norms import rope_table
 
 
 def make_rope_table(rope: RopeTraits, num_positions: int, dtype: torch.dtype) -> Tensor:

@@ -22,10 +22,13 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from trouper.actors.executor.sampling.ahead import Ahead
-from trouper.actors.executor.sampling.grammar import GrammarMasks
-from trouper.actors.executor.speculation.matching import RecentAnswers, positions_after_match
-from trouper.actors.executor.speculation.pace import Shares, best_length
+from trouper.actors.executor.sampling.grammar import Ahead, GrammarMasks
+from trouper.actors.executor.speculation.matching import (
+    RecentAnswers,
+    Shares,
+    best_length,
+    positions_after_match,
+)
 from trouper.actors.executor.steps.request_slots import RequestSlots
 
 FORCED = -2  # a run of tokens that a grammar forced; neither a token nor the separator

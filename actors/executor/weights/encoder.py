@@ -38,7 +38,7 @@ from trouper.config.gguf.header import is_gguf
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 from trouper.kernels.cpu.encoder_ops import LayerNorm, TokenEmbedding
 from trouper.kernels.linear import LinearConfig, LinearMethod
-from trouper.kernels.reference.activation import activate
+from trouper.kernels.reference.norms import activate
 from trouper.kernels.select import make_linear
 
 PARAMETRIZED = ".original"  # ends the names of weights beside which adapters are stored

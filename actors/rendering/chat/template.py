@@ -12,8 +12,7 @@ from typing import Any
 import jinja2
 from jinja2 import meta, nodes
 
-from trouper.actors.rendering.chat.arrangements import Chat
-from trouper.actors.rendering.chat.arranger import Arranger
+from trouper.actors.rendering.chat.arrangements import Arranger, Chat
 from trouper.actors.rendering.chat.jinja import make_environment
 from trouper.actors.rendering.chat.messages import (
     IMAGE_MARK,
@@ -23,7 +22,7 @@ from trouper.actors.rendering.chat.messages import (
     past_arguments,
     plain_data,
 )
-from trouper.actors.rendering.tokenizers.boundaries import BOUNDARY, with_boundaries
+from trouper.actors.rendering.tokenizers.token_stream import BOUNDARY, with_boundaries
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})

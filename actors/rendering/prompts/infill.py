@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from trouper.actors.rendering.tokenizers.boundaries import pieces_of
+from trouper.actors.rendering.tokenizers.token_stream import pieces_of
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.errors import TrouperValidationError, invalid
 

@@ -13,7 +13,7 @@ import msgspec
 
 from trouper.actors.rendering.prompts.sampling import ModelLimits
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
-from trouper.config.checkpoint.late_interaction import LateInteraction
+from trouper.config.checkpoint.sentence_transformers import LateInteraction
 from trouper.errors import TrouperValidationError
 
 

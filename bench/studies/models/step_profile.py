@@ -20,7 +20,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from trouper.bench.kernels.roofs import measure_roofs
+from trouper.bench.kernels.measure import measure_roofs
 from trouper.bench.report import about, write
 from trouper.frontends.python.llm import LLM
 from trouper.kernels.codegen.recording import Recording

@@ -18,8 +18,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from trouper.bench.local_server import demo_of_length
 from trouper.bench.report import about, percentile, write
+from trouper.bench.serve import demo_of_length
 from trouper.bench.studies.server.callers import ClientCall
 from trouper.bench.studies.server.server_under_test import (
     PATIENCE_S,

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from trouper.bench.local_server import local_server
+from trouper.bench.serve import local_server
 from trouper.bench.studies.server.server_under_test import ServerUnderTest
 
 MEAN_TOKENS = 200

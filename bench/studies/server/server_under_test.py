@@ -13,7 +13,7 @@ from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
-from trouper.bench.local_server import local_server
+from trouper.bench.serve import local_server
 from trouper.bench.studies.server.callers import Callers, ClientCall
 
 TOKENS = "generation_tokens_total"

@@ -26,8 +26,7 @@ from trouper.frontends.server.http.context import (
     Send,
 )
 from trouper.frontends.server.http.decoding import decode
-from trouper.frontends.server.http.headers import cors_headers
-from trouper.frontends.server.http.hosts import HostNames
+from trouper.frontends.server.http.headers import HostNames, cors_headers
 from trouper.frontends.server.http.logs import access_line
 from trouper.frontends.server.http.route import Route
 from trouper.frontends.server.models.choosing import choose_model

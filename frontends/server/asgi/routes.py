@@ -52,7 +52,7 @@ from trouper.frontends.server.ops.control import (
 )
 from trouper.frontends.server.ops.models import LoadModelRequest, UnloadModelRequest
 from trouper.frontends.server.ops.openapi import describe
-from trouper.frontends.server.pooling import cohere, routes
+from trouper.frontends.server.pooling import routes
 from trouper.frontends.server.pooling.requests import (
     ClassifyRequest,
     CohereEmbedRequest,
@@ -226,7 +226,7 @@ ROUTES = (
     Route("POST", "/rerank", "user", routes.create_rerank, RerankRequest, True, pools=True),
     Route("POST", "/v1/rerank", "user", routes.create_rerank, RerankRequest, True, pools=True),
     Route("POST", "/v2/rerank", "user", routes.create_rerank, RerankRequest, True, pools=True),
-    Route("POST", "/v2/embed", "user", cohere.create_cohere_embedding, CohereEmbedRequest, True, pools=True),
+    Route("POST", "/v2/embed", "user", routes.create_cohere_embedding, CohereEmbedRequest, True, pools=True),
     Route("POST", "/tokenize", "user", tokens.tokenize, TokenizeRequest, tokenizes=True),
     Route("POST", "/detokenize", "user", tokens.detokenize, DetokenizeRequest, tokenizes=True),
     Route("POST", "/apply-template", "user", tokens.apply_template, ApplyTemplateRequest, tokenizes=True),

@@ -9,7 +9,7 @@ and calls; only an answer without anything else gets a block of it.  No text blo
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-from trouper.frontends.dialects.events import (
+from trouper.frontends.dialects.calls import (
     Arguments,
     CallEnded,
     CallStarted,

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, Protocol
 
 from trouper.frontends.dialects.answer_format import ReasoningTokens
-from trouper.frontends.dialects.core import AnswerParser
-from trouper.frontends.dialects.events import (
+from trouper.frontends.dialects.calls import (
     Arguments,
     CallEnded,
     CallStarted,
@@ -17,6 +16,7 @@ from trouper.frontends.dialects.events import (
     ParserEvent,
     Reasoning,
 )
+from trouper.frontends.dialects.core import AnswerParser
 
 # Characters held back for a late stop string: more than any token has.
 LATE_CHARS = 256

@@ -23,7 +23,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from trouper.frontends.server.http.large_json import excerpt
+from trouper.frontends.server.http.body import excerpt
 from trouper.frontends.server.shared.errors import Headers, HTTPError, clean, logger
 from trouper.frontends.server.shared.fields import NONE, Others, check_others
 

@@ -6,7 +6,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from trouper.actors.observability.distribution import Distribution
+from trouper.actors.observability.replica_metrics import Distribution
 from trouper.frontends.server.models.policy import ModelState
 from trouper.frontends.server.models.residency import Residency
 

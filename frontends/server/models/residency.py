@@ -15,8 +15,8 @@ import anyio.to_thread
 from anyio.abc import TaskGroup, TaskStatus
 
 from trouper.actors.executor.devices.supervision import WorkerKilledError
-from trouper.actors.observability.distribution import Distribution
 from trouper.actors.observability.metrics import Metrics
+from trouper.actors.observability.replica_metrics import Distribution
 from trouper.config.engine_config import EngineConfig
 from trouper.errors import TrouperError
 from trouper.frontends.server.models.policy import (

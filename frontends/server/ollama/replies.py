@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from trouper.errors import invalid
-from trouper.frontends.dialects.events import Arguments, CallEnded, CallStarted, ParserEvent
+from trouper.frontends.dialects.calls import Arguments, CallEnded, CallStarted, ParserEvent
 from trouper.frontends.server.generation.adapter import (
     ChoiceUpdate,
     ParsedRequest,

@@ -13,7 +13,7 @@ import anyio
 import msgspec
 
 from trouper.actors.engine.engine import Engine
-from trouper.actors.observability.event_log import RecentEvents
+from trouper.actors.observability.observer import RecentEvents
 from trouper.frontends.server.http.context import RequestContext, encode
 from trouper.frontends.server.models.residency import residency_of
 from trouper.frontends.server.page.frames import (

@@ -13,7 +13,7 @@ import msgspec
 from trouper import __version__
 from trouper.actors.engine.engine import Engine
 from trouper.actors.executor.device import DeviceInfo
-from trouper.actors.observability.event_log import EngineEvent
+from trouper.actors.observability.observer import EngineEvent
 from trouper.actors.scheduling.scheduling_policy import PolicySnapshot
 from trouper.config.engine_config import EngineConfig
 from trouper.frontends.server.http.context import RequestContext

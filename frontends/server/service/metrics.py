@@ -11,7 +11,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from trouper.actors.observability.distribution import Distribution
+from trouper.actors.observability.replica_metrics import Distribution
 from trouper.frontends.server.admission.overload import Level
 
 GAP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)

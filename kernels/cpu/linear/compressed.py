@@ -33,8 +33,7 @@ from torch import Tensor
 
 from trouper.kernels.codegen import launch, units
 from trouper.kernels.codegen.builder import KernelBuilder
-from trouper.kernels.codegen.core import Pointer, Value
-from trouper.kernels.codegen.ir_types import I16_LANES
+from trouper.kernels.codegen.core import I16_LANES, Pointer, Value
 from trouper.kernels.codegen.units import LANES, Unit
 from trouper.kernels.cpu.linear.dense import DenseLinear
 from trouper.kernels.cpu.linear.products import (

@@ -13,8 +13,8 @@ import torch
 
 from trouper.kernels.codegen import units
 from trouper.kernels.cpu.linear.quantization import IntegerWeight, packed
-from trouper.kernels.reference.activation import silu_and_mul_reference
 from trouper.kernels.reference.linear import integer_linear_reference
+from trouper.kernels.reference.norms import silu_and_mul_reference
 
 pytestmark = [
     pytest.mark.slow,

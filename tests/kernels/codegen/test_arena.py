@@ -4,7 +4,7 @@ import gc
 
 import torch
 
-from trouper.kernels.codegen.arena import Arena, Lender
+from trouper.kernels.codegen.recording import Arena, Lender
 
 
 def grown(arena, num_rows):

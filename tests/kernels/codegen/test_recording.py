@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from trouper.kernels.codegen import launch
-from trouper.kernels.codegen.arena import Arena
-from trouper.kernels.codegen.recording import NotRecordableError, Recording
+from trouper.kernels.codegen.recording import Arena, NotRecordableError, Recording
 
 machine_code = pytest.importorskip("trouper.kernels.codegen.compiler")
 

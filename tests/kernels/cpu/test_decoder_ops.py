@@ -20,10 +20,8 @@ from trouper.kernels.cpu.encoder_ops import layer_norm_reference
 from trouper.kernels.cpu.linear.by_torch import PlainLoRA
 from trouper.kernels.cpu.ops import NativeOps
 from trouper.kernels.ops import CpuOps, Ops, OpsConfig
-from trouper.kernels.reference.activation import activate
-from trouper.kernels.reference.norms import rms_norm_reference
+from trouper.kernels.reference.norms import activate, rms_norm_reference, rope_table
 from trouper.kernels.reference.paged_attention import paged_attention_reference
-from trouper.kernels.reference.rope import rope_table
 from trouper.kernels.select import can_be_native, make_lora, make_ops
 
 pytestmark = pytest.mark.usefixtures("unit")

@@ -8,7 +8,7 @@ from trouper.kernels.cpu.experts.native import NativeExperts, grouped
 from trouper.kernels.cpu.linear.dense import DenseLinear
 from trouper.kernels.cpu.linear.quantization import E2M1, IntegerWeight
 from trouper.kernels.experts import PlainExperts, Routing, route
-from trouper.kernels.reference.activation import silu_and_mul
+from trouper.kernels.reference.norms import silu_and_mul
 from trouper.kernels.select import make_experts, make_linear
 
 pytestmark = pytest.mark.skipif(not units.is_available(), reason="no compiled kernels here")

@@ -6,8 +6,8 @@ from trouper.kernels.codegen import units
 from trouper.kernels.cpu.linear.by_torch import FUSED, OneDNNLinear, PlainLinear, packed_dtypes
 from trouper.kernels.cpu.linear.dense import DenseLinear
 from trouper.kernels.cpu.linear.split_fp32 import SplitLinear
-from trouper.kernels.reference.activation import activate
 from trouper.kernels.reference.linear import linear_act_reference, linear_add_reference
+from trouper.kernels.reference.norms import activate
 
 pytestmark = pytest.mark.usefixtures("unit")
 KINDS = [

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from trouper.kernels.codegen import units
-from trouper.kernels.codegen.arena import Arena
-from trouper.kernels.codegen.recording import Recording
+from trouper.kernels.codegen.recording import Arena, Recording
 from trouper.kernels.cpu import rank_exchange
 from trouper.kernels.cpu.exchange_sizes import ExchangeSizes
 from trouper.kernels.cpu.fused import rank_sums

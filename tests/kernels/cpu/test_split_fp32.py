@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from trouper.kernels.codegen.arena import Arena
-from trouper.kernels.codegen.recording import Recording
+from trouper.kernels.codegen.recording import Arena, Recording
 from trouper.kernels.cpu.linear import split_fp32
 from trouper.kernels.cpu.linear.dense import DenseLinear
 from trouper.kernels.cpu.linear.split_fp32 import SplitLinear

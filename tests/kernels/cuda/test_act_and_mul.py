@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from trouper.kernels.cuda.act_and_mul import act_and_mul
-from trouper.kernels.reference.activation import gelu_tanh_and_mul_reference, silu_and_mul_reference
+from trouper.kernels.cuda.norms import act_and_mul
+from trouper.kernels.reference.norms import gelu_tanh_and_mul_reference, silu_and_mul_reference
 
 REFERENCES = {"silu": silu_and_mul_reference, "gelu_tanh": gelu_tanh_and_mul_reference}
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

@@ -5,8 +5,7 @@ from trouper.kernels.cuda.qk_norm_rope_kv_write import (
     qk_norm_rope_kv_write_,
     qk_norm_rope_kv_write_reference,
 )
-from trouper.kernels.reference.norms import rms_norm_heads_
-from trouper.kernels.reference.rope import rope_, rope_table, rotation_of
+from trouper.kernels.reference.norms import rms_norm_heads_, rope_, rope_table, rotation_of
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}
 # tokens, q heads, KV heads, head width, rotated width

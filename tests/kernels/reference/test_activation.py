@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trouper.kernels.reference.activation import (
+from trouper.kernels.reference.norms import (
     clamped_swiglu,
     clamped_swiglu_reference,
     gelu_and_mul,

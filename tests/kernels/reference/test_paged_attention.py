@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from trouper.kernels.reference.attention_plan import plan_attention, slot_runs
+from trouper.kernels.reference.norms import kv_write_
 from trouper.kernels.reference.paged_attention import (
     mask_tensors,
     paged_attention,
     paged_attention_reference,
 )
-from trouper.kernels.reference.rope import kv_write_
 
 COLUMNS = {  # (start, count) of each sequence
     "one token": [(0, 1)],

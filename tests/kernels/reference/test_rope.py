@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from trouper.kernels.reference.rope import (
+from trouper.kernels.reference.norms import (
     kv_write_,
     kv_write_reference,
     rope_,

@@ -30,7 +30,7 @@ from trouper.actors.executor.workers.machines import (
     coordinator,
     host,
     launch_hosts,
-    remote_peer,
+    worker_group,
 )
 from trouper.actors.messages.steps import Sampling
 from trouper.errors import RetryableRequestError
@@ -303,7 +303,7 @@ def _virtual(world: HostsWorld) -> Iterator[None]:
     """Put virtual sockets where the modules of the nodes have real ones."""
     anyio: Any = VirtualAnyio()
     with ExitStack() as patches:
-        for module in (channel, coordinator, host, launch_hosts, remote_peer):
+        for module in (channel, coordinator, host, launch_hosts, worker_group):
             patches.enter_context(patch.object(module, "anyio", anyio))
         dial: Callable[..., Any] = world.network.dial
         patches.enter_context(patch.object(host, "dial", dial))

@@ -4,7 +4,7 @@ import pytest
 
 from tests.simulation.turns import first_found
 from trouper.actors.executor.devices.supervision import Death
-from trouper.actors.executor.workers.machines import authentication, coordinator, remote_peer
+from trouper.actors.executor.workers.machines import authentication, coordinator, worker_group
 from trouper.errors import GenerationError
 
 from .hosts_world import HostsWorld
@@ -97,7 +97,7 @@ def frames_that_wait_are_not_sent_on(patch):
         def cancel(self):
             pass
 
-    right = remote_peer.RemotePeer.send
+    right = worker_group.RemotePeer.send
 
     def faulty(self, data, file):
         reading, self._reading = self._reading, NoScope()
@@ -106,7 +106,7 @@ def frames_that_wait_are_not_sent_on(patch):
         finally:
             self._reading = reading
 
-    patch.setattr(remote_peer.RemotePeer, "send", faulty)
+    patch.setattr(worker_group.RemotePeer, "send", faulty)
 
 
 BUGS = [  # with the schedule to begin with, which shows it as schedules are drawn now

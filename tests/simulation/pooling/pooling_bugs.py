@@ -11,7 +11,7 @@ from tests.simulation.simulated_encoder import SimulatedEncoder
 from trouper.actors.output.pooler import Pooler
 from trouper.actors.rendering.prompts.pooling import PoolingPrompts
 from trouper.actors.rendering.renderer import Renderer
-from trouper.actors.replies.pooling_slot import PoolingSlot
+from trouper.actors.replies.slot import PoolingSlot
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy
 from trouper.actors.scheduling.step_budget import PoolingTime
 from trouper.outputs import RequestError

@@ -1,18 +1,205 @@
-"""Find the folder or GGUF file that `model` names, on this machine or on the hub."""
+"""Find the folder or GGUF file that `model` names, on this machine or on the hub.
+
+Geometries without a folder: `load_format="dummy"` accepts their names as models.
+
+They contain the fields of config.json that determine weights and steps.  `tiny` is for trying a command.
+
+List and download the files of a repository on the hub.
+"""
 
 import difflib
 import glob
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from trouper.config.args import EngineArgs
-from trouper.config.checkpoint.hub import cached_folder, download, list_files
-from trouper.config.checkpoint.presets import GEOMETRIES
-from trouper.config.gguf.files import choose_gguf, find_gguf, gguf_names
 from trouper.config.gguf.header import has_magic, is_gguf
+from trouper.config.gguf.names import choose_gguf, find_gguf, gguf_names
 from trouper.errors import TrouperValidationError, invalid
+
+_QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "dtype": "bfloat16",
+    "hidden_act": "silu",
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": False,
+    "eos_token_id": 151_645,
+}
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": _QWEN3
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": _QWEN3
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+    },
+    "qwen3-14b": _QWEN3
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 17_408,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+    },
+    "llama-3.1-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128_256,
+        "max_position_embeddings": 131_072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "tie_word_embeddings": False,
+        "bos_token_id": 128_000,
+        "eos_token_id": [128_001, 128_008, 128_009],
+    },
+    "tiny": _QWEN3
+    | {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 4096,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "eos_token_id": 0,
+    },
+}
+
+
+# The files of a model folder.
+PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "artifact.metadata")
+OFFLINE = (
+    "no such folder, not among the models that were fetched before, and the hub cannot be reached; "
+    "`trouper models` lists what is on this machine"
+)
+
+
+def download(
+    args: EngineArgs,
+    repo_id: str,
+    revision: str | None,
+    patterns: Sequence[str] = PATTERNS,
+    *,
+    parameter: str = "model",
+) -> Path:
+    """Download a snapshot with a progress bar, or find it in the cache: only the files that match the patterns.
+
+    The folder does not exist if no file matches.
+
+    Raises:
+        TrouperValidationError: the repository does not exist, or can neither be reached nor found in the cache.
+    """
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]  # untyped dicts in it
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(
+                repo_id,
+                revision=revision,
+                cache_dir=args.download_dir,
+                token=args.hf_token,
+                allow_patterns=list(patterns),
+            )
+        )
+    except LocalEntryNotFoundError as error:
+        raise TrouperValidationError(OFFLINE, parameter=parameter, value=repo_id) from error
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        raise _unknown(repo_id, error, parameter) from error
+
+
+def cached_folder(args: EngineArgs, repo_id: str, revision: str | None) -> Path:
+    """Find the cached files of a repository, which may be incomplete.
+
+    Used when the hub is not reachable.  The folder is the newest snapshot of the revision in
+    `download_dir`, or in the default cache.
+
+    Raises:
+
+        TrouperValidationError: the cache has no files of the repository.
+    """
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]  # untyped dicts in it
+
+    try:
+        folder = snapshot_download(
+            repo_id,
+            revision=revision,
+            cache_dir=args.download_dir,
+            # Other patterns would refuse an incomplete snapshot.
+            allow_patterns=[],
+            local_files_only=True,
+        )
+    except (OSError, ValueError) as error:
+        raise TrouperValidationError(OFFLINE, parameter="model", value=repo_id) from error
+    return Path(folder)
+
+
+def list_files(args: EngineArgs, repo_id: str, revision: str | None) -> list[str] | None:
+    """List the files of a repository, as relative paths.
+
+    Returns None if the hub cannot be reached, so the caller can fall back to the cache.
+
+    Raises:
+
+        TrouperValidationError: the repository or revision does not exist.
+    """
+    import httpx2
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        # `list_repo_files` would retry for 23 s without a network.
+        found = HfApi(token=args.hf_token).model_info(repo_id, revision=revision)
+        return [file.rfilename for file in found.siblings or ()]
+    except (RepositoryNotFoundError, RevisionNotFoundError, ValueError) as error:
+        raise _unknown(repo_id, error, "model") from error
+    except (
+        OSError,
+        httpx2.TransportError,
+    ):  # of the former are the offline mode, and answers ≥ 500
+        return None
+
+
+def _unknown(repo_id: str, error: Exception, parameter: str) -> TrouperValidationError:
+    return TrouperValidationError(
+        f"neither a folder nor a hub model that can be fetched ({type(error).__name__})",
+        parameter=parameter,
+        value=repo_id,
+    )
+
 
 DEMO_MODEL = Path(__file__).parents[2] / "demo"
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")

@@ -11,9 +11,9 @@ from typing import Any, Literal, cast
 import msgspec
 
 from trouper.config.checkpoint.files import checked, read_object
-from trouper.config.checkpoint.late_interaction import LateInteraction
 from trouper.config.checkpoint.sentence_transformers import (
     Dense,
+    LateInteraction,
     SentenceTransformersFolder,
     SeqPooling,
     Splade,

@@ -10,8 +10,15 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from trouper.config.gguf.experts import expert_width, experts_of, shared_width
-from trouper.config.gguf.families import SCALE, Family, Fields, granite_scales
+from trouper.config.gguf.families import (
+    SCALE,
+    Family,
+    Fields,
+    expert_width,
+    experts_of,
+    granite_scales,
+    shared_width,
+)
 from trouper.config.gguf.header import Gguf
 from trouper.config.gguf.keys import layer_numbers
 from trouper.errors import UnsupportedFeatureError, invalid

@@ -16,8 +16,7 @@ from trouper.actors.executor.sampling.sampler import Sampler
 from trouper.actors.executor.steps.adapter_heads import AdapterHeads
 from trouper.actors.executor.steps.arrays import from_numpy
 from trouper.actors.executor.steps.batch import Batch
-from trouper.kernels.codegen.arena import Arena, Lender
-from trouper.kernels.codegen.recording import NotRecordableError
+from trouper.kernels.codegen.recording import Arena, Lender, NotRecordableError
 
 logger = logging.getLogger(__name__)
 

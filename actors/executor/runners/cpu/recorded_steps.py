@@ -20,8 +20,7 @@ from trouper.actors.executor.sampling.sampler import Sampler
 from trouper.actors.executor.steps.arrays import from_numpy
 from trouper.actors.executor.steps.batch import Batch
 from trouper.config.speculation import MAX_VERIFIED
-from trouper.kernels.codegen.arena import Arena
-from trouper.kernels.codegen.recording import Recording
+from trouper.kernels.codegen.recording import Arena, Recording
 from trouper.kernels.cpu.attention.varlen import Group, tiles_of
 from trouper.kernels.ops import HostTokens
 

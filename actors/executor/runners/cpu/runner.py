@@ -32,8 +32,13 @@ from trouper.actors.executor.runners.cpu.process_resources import give_back_free
 from trouper.actors.executor.runners.cpu.recorded_steps import ForwardOutput
 from trouper.actors.executor.runners.model_runner import Profiler
 from trouper.actors.executor.runners.resident_model import ResidentModel
-from trouper.actors.executor.sampling.results import make_step_done, with_grammar_work
-from trouper.actors.executor.sampling.sampler import Sampled, Sampler, prompt_logprobs
+from trouper.actors.executor.sampling.sampler import (
+    Sampled,
+    Sampler,
+    make_step_done,
+    prompt_logprobs,
+    with_grammar_work,
+)
 from trouper.actors.executor.speculation.drafter import Drafter
 from trouper.actors.executor.steps.adapter_slots import AdapterSlots
 from trouper.actors.executor.steps.batch import Batch, make_batch

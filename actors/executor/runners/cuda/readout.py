@@ -13,8 +13,11 @@ from torch import Tensor
 from trouper.actors.executor.device import PendingResult
 from trouper.actors.executor.runners.cuda.machine import Machine
 from trouper.actors.executor.sampling.grammar import GRAMMAR_ERROR
-from trouper.actors.executor.sampling.results import make_step_done, with_grammar_work
-from trouper.actors.executor.sampling.sampler import token_logprobs
+from trouper.actors.executor.sampling.sampler import (
+    make_step_done,
+    token_logprobs,
+    with_grammar_work,
+)
 from trouper.actors.executor.steps.arrays import from_numpy
 from trouper.actors.messages.requests import GrammarWork
 from trouper.actors.messages.steps import Sampling, StepDone, StepPlan, TokenLogprobs

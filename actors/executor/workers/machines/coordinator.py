@@ -46,7 +46,7 @@ from trouper.actors.executor.workers.machines.channel import (
     protocol,
 )
 from trouper.actors.executor.workers.worker_process import Exit
-from trouper.actors.runtime.future import Future
+from trouper.actors.runtime.event_loop import Future
 from trouper.errors import DeviceStartError
 
 logger = logging.getLogger(__name__)

@@ -33,8 +33,12 @@ from trouper.actors.executor.workers.machines.coordinator import (
     HostLink,
     listening,
 )
-from trouper.actors.executor.workers.machines.remote_peer import END_S, RemotePeer
-from trouper.actors.executor.workers.machines.worker_group import WorkerGroup, outer_links
+from trouper.actors.executor.workers.machines.worker_group import (
+    END_S,
+    RemotePeer,
+    WorkerGroup,
+    outer_links,
+)
 from trouper.actors.executor.workers.worker_process import Exit
 from trouper.config.engine_config import EngineConfig
 from trouper.config.parallel import NodesConfig, cluster_key, is_every_address

@@ -28,8 +28,7 @@ from trouper.actors.executor.workers.machines.launch_hosts import (
     HostsLauncher,
     connected_peers,
 )
-from trouper.actors.executor.workers.machines.remote_peer import END_S
-from trouper.actors.executor.workers.machines.worker_group import WorkerGroup
+from trouper.actors.executor.workers.machines.worker_group import END_S, WorkerGroup
 from trouper.actors.executor.workers.model_files import MachineFacts
 from trouper.actors.executor.workers.worker_process import Exit
 from trouper.config.engine_config import EngineConfig

@@ -3,16 +3,313 @@
 This module is synchronous because both our own host and an actor of Ray use it. Workers on the same machine
 share rings. Links to other machines are TCP connections that this module opens and the workers inherit, so
 workers need neither key nor address.
+
+Accepts the stage links that other machines dial.
+
+The handshakes run concurrently, so a silent or deliberately slow client delays no other. The code is
+synchronous because it runs in the thread that connects a group.
+
+A worker on another machine, reached through a TCP connection; its end shows the end of the worker.
+
+TCP buffers are too small for an adapter or a vocabulary, and sending must never wait, so frames queue here
+and the task that receives also sends them.
 """
 
+import selectors
 import socket
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection
+from time import monotonic
+
+import anyio
 
 from trouper.actors.executor.links.worker_links import close_files, create_shared_files, link_ends
-from trouper.actors.executor.workers.machines.accept_links import LinkAcceptor
-from trouper.actors.executor.workers.machines.authentication import WrongKeyError, dial, serve_at
-from trouper.actors.executor.workers.machines.channel import LinkHello, Start, WorkerHello, encode
+from trouper.actors.executor.workers.launching import CLOSED, READ_BYTES, SEND_BUFFER
+from trouper.actors.executor.workers.machines.authentication import (
+    PROOF_S,
+    UnprovenConnections,
+    WrongKeyError,
+    dial,
+    serve_at,
+    tune,
+)
+from trouper.actors.executor.workers.machines.channel import (
+    ChannelError,
+    LinkHello,
+    Message,
+    Start,
+    WorkerHello,
+    encode,
+    first_message,
+)
+from trouper.actors.executor.workers.wire import MAX_FRAME, read_inline
 from trouper.actors.executor.workers.worker_process import MODULE, Exit, WorkerProcess
 from trouper.errors import DeviceStartError
+
+# Seconds for all other machines to dial.
+LINKS_S = 2 * PROOF_S
+MAX_HEARD = (
+    64  # connections that are heard at once, with at most 1 KiB each; beyond it one makes room
+)
+
+
+class LinkAcceptor:
+    """Accepts the links of one order that other machines dial.
+
+    Args:
+        listener: the listening socket, which the caller closes.
+        awaited: the names of the links.
+    """
+
+    def __init__(
+        self, listener: socket.socket, key: bytes, order: int, awaited: Collection[str]
+    ) -> None:
+        self._listener, self._key, self._order = listener, key, order
+        self._awaited = set(awaited)
+        self._heard: dict[socket.socket, PendingHello] = {}
+        self._strangers = UnprovenConnections(MAX_HEARD)
+        self._found: dict[str, socket.socket] = {}
+        self._selector = selectors.DefaultSelector()
+
+    def __repr__(self) -> str:
+        return f"<LinkAcceptor: {len(self._heard)} heard, {sorted(self._awaited)} awaited>"
+
+    def accept_all(self) -> dict[str, int]:
+        """Wait for all links, for at most `LINKS_S` seconds.
+
+        Returns their descriptors by name.  Each must prove that it has the cluster key.
+
+        Raises:
+            OSError: a link was not dialled in time.
+        """
+        end_s = monotonic() + LINKS_S
+        self._listener.setblocking(False)
+        try:
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            while self._awaited:
+                if (left_s := end_s - monotonic()) <= 0:
+                    names = ", ".join(sorted(self._awaited))
+                    raise TimeoutError(f"links not dialled within {LINKS_S:g} s: {names}")
+                for ready, _ in self._selector.select(left_s):
+                    if ready.data is None:
+                        self._accept()
+                    elif ready.data.connection in self._heard:
+                        self._hear(ready.data)
+            return {name: link.detach() for name, link in self._found.items()}
+        finally:
+            self._selector.close()
+            for connection in (*self._heard, *self._found.values()):
+                connection.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, peer = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        try:
+            hearing = PendingHello(connection, self._key)
+        except OSError:
+            connection.close()
+            return
+        if isinstance(out := self._strangers.enter(connection, peer[0]), socket.socket):
+            self._stop_hearing(out).close()
+        self._selector.register(connection, selectors.EVENT_READ, hearing)
+        self._heard[connection] = hearing
+
+    def _hear(self, hearing: "PendingHello") -> None:
+        try:
+            hello = hearing.read()
+        except BlockingIOError:
+            return
+        except (OSError, ChannelError, WrongKeyError):
+            self._stop_hearing(hearing.connection).close()
+            return
+        if hello is None:
+            return
+        link = self._stop_hearing(hearing.connection)
+        match hello:
+            case LinkHello(self._order, name) if name in self._awaited:
+                self._awaited.remove(name)
+                self._found[name] = link
+            case _:
+                link.close()
+
+    def _stop_hearing(self, connection: socket.socket) -> socket.socket:
+        del self._heard[connection]
+        self._strangers.leave(connection)
+        self._selector.unregister(connection)
+        return connection
+
+
+class PendingHello:
+    """A connection with an incomplete handshake or first message.
+
+    Several are read at the same time, so a slow client delays no other. It is dropped after a time limit.
+    """
+
+    def __init__(self, connection: socket.socket, key: bytes) -> None:
+        connection.setblocking(False)
+        tune(connection)
+        self.connection = connection
+        self._talk = first_message(key)
+        self._data = b""
+        self._num_wanted = self._say(*next(self._talk))
+
+    def __repr__(self) -> str:
+        return f"<PendingHello of {len(self._data)} of {self._num_wanted} bytes>"
+
+    def read(self) -> Message | None:
+        """Read the received bytes. Returns the first message when it is complete, else None.
+
+        Raises:
+            OSError: the other side has hung up.
+            WrongKeyError: it has a different key.
+            ChannelError: its bytes are not a message.
+        """
+        more = self.connection.recv(self._num_wanted - len(self._data))
+        if not more:
+            raise ConnectionError("the other side has hung up")
+        self._data += more
+        if len(self._data) < self._num_wanted:
+            return None
+        data, self._data = self._data, b""
+        try:
+            self._num_wanted = self._say(*self._talk.send(data))
+        except StopIteration as end:
+            return end.value
+        return None
+
+    def _say(self, data: bytes, num_wanted: int) -> int:
+        """Send bytes, for which a new connection has room. Returns the number of bytes to read next."""
+        if data:
+            self.connection.send(data)
+        if num_wanted == 0:
+            next(self._talk)
+        return num_wanted
+
+
+# Seconds to wait for the report that a worker has ended, beyond its grace period.
+END_S = 5.0
+# Frames queued for room in the system's buffer: plans in flight (stages + 1, at most 65), three calls and a
+# vocabulary. Restoring 256 adapters adds one at a time, since each is sent after the previous one is loaded.
+MAX_WAITING = 128
+
+
+class RemotePeer:
+    """`Peer` of a worker on another machine. Frames that do not fit into the system's buffer are queued and sent
+    by the task that receives.
+
+    Args:
+        connection: socket to the worker; the peer closes it.
+        end: asks the worker's machine to end it.
+        name: of the worker, for messages.
+        where: location of the worker, for messages.
+    """
+
+    # TCP carries no descriptors, so every payload is inline.
+    max_inline = MAX_FRAME
+    pid = 0
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        end: Callable[[float], Awaitable[Exit]],
+        name: str,
+        where: str = "",
+    ) -> None:
+        connection.setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        self._socket = connection
+        self._end, self._name, self.where = end, name, where
+        self._waiting: deque[memoryview] = deque()
+        # Surrounds a wait for bytes, which `send` cancels when the wait must include room for queued frames.
+        self._reading = anyio.CancelScope()
+        self._exit: Exit | None = None
+
+    def __repr__(self) -> str:
+        return f"<RemotePeer: {self._name}, {len(self._waiting)} frames wait>"
+
+    def send(self, data: bytes, file: int | None) -> None:
+        if len(self._waiting) >= MAX_WAITING:
+            self._socket.shutdown(socket.SHUT_RDWR)
+            raise BlockingIOError("the worker does not read")
+        whole = data if file is None else read_inline(data, file)
+        self._waiting.append(memoryview(whole))
+        if len(self._waiting) == 1 and not self._send_some():
+            self._reading.cancel()
+
+    async def receive(self) -> tuple[bytes, list[int]]:
+        while True:
+            try:
+                data = self._socket.recv(READ_BYTES)
+            except BlockingIOError:
+                await self._wait()
+            except OSError:
+                return CLOSED
+            else:
+                return data, []
+
+    async def end(self, grace_s: float) -> Exit:
+        if self._exit is not None:
+            return self._exit
+        found = Exit(None, stderr=(f"{self._name} does not answer",), was_machine_lost=True)
+        # Bounded by the grace period and `END_S`.
+        with anyio.CancelScope(shield=True):
+            with anyio.move_on_after(grace_s):
+                await self._flush()
+            with anyio.move_on_after(grace_s + END_S):
+                found = await self._end(grace_s)
+        self._exit = found
+        anyio.notify_closing(self._socket)
+        self._socket.close()
+        return found
+
+    async def _flush(self) -> None:
+        """Send all queued frames, if the worker still reads."""
+        try:
+            while not self._send_some():
+                await anyio.wait_writable(self._socket)
+        except OSError:
+            pass
+
+    def _send_some(self) -> bool:
+        """Send as many queued bytes as the system accepts. Returns whether the queue is empty.
+
+        Raises:
+            OSError: the worker has ended.
+        """
+        while self._waiting:
+            try:
+                num_sent = self._socket.send(self._waiting[0])
+            except BlockingIOError:
+                return False
+            if num_sent < len(self._waiting[0]):
+                self._waiting[0] = self._waiting[0][num_sent:]
+            else:
+                self._waiting.popleft()
+        return True
+
+    async def _wait(self) -> None:
+        """Wait for bytes to read, or, with queued frames, for room to send them."""
+        if not self._waiting:
+            with anyio.CancelScope() as self._reading:
+                await anyio.wait_readable(self._socket)
+            return
+
+        async def wait_readable() -> None:
+            await anyio.wait_readable(self._socket)
+            tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait_readable)
+            await anyio.wait_writable(self._socket)
+            tasks.cancel_scope.cancel()
+        try:
+            self._send_some()
+        except OSError:
+            # The next read finds the end of the connection.
+            self._waiting.clear()
+
 
 # Connections waiting to be accepted: the links of one group.
 BACKLOG = 64
