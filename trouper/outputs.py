@@ -171,6 +171,7 @@ class RequestOutput(msgspec.Struct):
     error: RequestError | None = None
     lora_request: LoRARequest | None = None
     multi_modal_placeholders: Placeholders | None = None
+    audio_seconds: float | None = None
 
     def add(self, next_output: "RequestOutput", aggregate: bool) -> None:
         """Merge a later output of the same request into this one.

@@ -74,14 +74,18 @@ def has_images(prompt: Any) -> bool:
 
 
 def _num_data_images(prompt: Any) -> int:
-    """Count the images in the `multi_modal_data` of a prompt."""
+    """Count the images and recordings in the `multi_modal_data` of a prompt."""
     data = (
         cast("dict[Any, Any]", prompt).get("multi_modal_data") if isinstance(prompt, dict) else None
     )
-    images = cast("dict[Any, Any]", data).get("image") if isinstance(data, dict) else None
-    if isinstance(images, list | tuple):
-        return len(cast("list[Any]", images))
-    return 0 if images is None else 1
+    given: list[Any] = list(cast("dict[Any, Any]", data).values()) if isinstance(data, dict) else []
+    return sum(_count(values) for values in given)
+
+
+def _count(values: Any) -> int:
+    if isinstance(values, list | tuple):
+        return len(cast("list[Any]", values))
+    return 0 if values is None else 1
 
 
 def _items(given: Any, key: str) -> list[Any]:

@@ -1,6 +1,6 @@
-"""Media of a request, such as images, on their way from a renderer to the device.
+"""Media of a request, images or recordings, on their way from a renderer to the device.
 
-A renderer turns each image into an *item*: the arrays that the vision tower takes, and the tokens in the image's place.
+A renderer turns each of them into an *item*: the arrays that the tower takes, and the tokens in the item's place.
 The device computes one row of numbers for some of these tokens, and uses the rows in place of the tokens' embeddings.
 """
 
@@ -10,7 +10,7 @@ import msgspec
 
 
 class MediaArray(msgspec.Struct, frozen=True, weakref=True):
-    """One input of a vision tower, dense and row-major."""
+    """One input of a tower, dense and row-major."""
 
     # The name of the tower's argument, such as `pixel_values`.
     name: str
@@ -29,7 +29,7 @@ class MediaItem(msgspec.Struct, frozen=True):
 
     # 32 bytes: equal keys have equal content and equal processing, so their rows are equal.
     key: bytes
-    # `image` is the only one.
+    # `image` or `audio`.
     modality: str
     arrays: tuple[MediaArray, ...]
     num_tokens: int
@@ -38,6 +38,8 @@ class MediaItem(msgspec.Struct, frozen=True):
     first: int = 0
     # Time, height and width of the rows, for a model of positions in three dimensions.
     grid: tuple[int, int, int] | None = None
+    # Of a recording.
+    seconds: float = 0.0
 
     @property
     def num_rows(self) -> int:
@@ -56,12 +58,14 @@ class MediaItem(msgspec.Struct, frozen=True):
 
 
 class ProcessedImage(NamedTuple):
-    """The result of an image processor for one image.
+    """The result of a processor for one image or recording.
 
     Attributes:
         arrays: the inputs of the tower.
-        text: the text in the place of the image, in which the tokenizer recognises special tokens.
+        text: the text in its place, in which the tokenizer recognises special tokens.
+        seconds: the length of a recording.
     """
 
     arrays: tuple[MediaArray, ...]
     text: str
+    seconds: float = 0.0

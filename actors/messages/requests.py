@@ -297,8 +297,10 @@ class Track(msgspec.Struct, frozen=True):
     # None if the prompt has no text.
     prompt: str | None = None
     options: RequestOptions = NO_OPTIONS
-    # Of images.
+    # Of images or recordings.
     placeholders: Placeholders | None = None
+    # Of all recordings, or None.
+    audio_seconds: float | None = None
 
 
 class Admit(msgspec.Struct, frozen=True, kw_only=True):

@@ -101,13 +101,15 @@ class GenerationSink(ReplySink, Protocol):
         prompt: str | None,
         prompt_token_ids: tuple[int, ...],
         placeholders: Placeholders | None = None,
+        audio_seconds: float | None = None,
     ) -> None:
         """Note the rendered prompt.
 
         It is called once, before anything else is written.
 
         Args:
-            placeholders: the first token and the number of tokens of each image.
+            placeholders: the first token and the number of tokens of each image or recording.
+            audio_seconds: the length of all recordings, or None without one.
         """
 
     def note_expected(self, seconds: float, *, is_least: bool, error: float | None) -> None:

@@ -316,7 +316,9 @@ class Detokenizer:
                         assert_never(message)
 
     def _track(self, message: Track) -> None:
-        message.slot.start(message.prompt, message.prompt_token_ids, message.placeholders)
+        message.slot.start(
+            message.prompt, message.prompt_token_ids, message.placeholders, message.audio_seconds
+        )
         self._stats.note_queued(message.slot.stats, anyio.current_time())
         n = message.params.n
         request = _Request(

@@ -346,6 +346,7 @@ class ReplySlot(Slot[RequestOutput]):
         self._has_sent = False
         self._prompt: str | None = None
         self._placeholders: Placeholders | None = None
+        self._audio_seconds: float | None = None
         self._prompt_logprobs: list[LogprobsOnePosition | None] | None = None
         self._num_cached_tokens: int | None = None
         self._request_error: RequestError | None = None
@@ -369,12 +370,14 @@ class ReplySlot(Slot[RequestOutput]):
         prompt: str | None,
         prompt_token_ids: tuple[int, ...],
         placeholders: Placeholders | None = None,
+        audio_seconds: float | None = None,
     ) -> None:
         """Note the rendered prompt.
 
         It arrives from the renderer before any token, and each output repeats it.
         """
         self._prompt, self._placeholders = prompt, placeholders
+        self._audio_seconds = audio_seconds
         if self._wants_prompt_logprobs:
             self._prompt_logprobs = [None]  # of a prompt of one token this is all
         self._start(prompt_token_ids)
@@ -468,6 +471,7 @@ class ReplySlot(Slot[RequestOutput]):
             error=self._request_error,
             lora_request=self.lora_request,
             multi_modal_placeholders=self._placeholders,
+            audio_seconds=self._audio_seconds,
         )
 
     @property

@@ -267,9 +267,10 @@ def _as_prompt(beam: BeamSearchSequence, prompt: PromptType) -> TokensPrompt:
         # The tokens of the images are in the beam already, and their content belongs to them.
         _, images = take_images(given["messages"])
         if images:
-            extras["multi_modal_data"] = {"image": [image.data for image in images]}
-        if any(image.uuid for image in images):
-            extras["multi_modal_uuids"] = {"image": [image.uuid for image in images]}
+            modality = images[0].modality
+            extras["multi_modal_data"] = {modality: [image.data for image in images]}
+            if any(image.uuid for image in images):
+                extras["multi_modal_uuids"] = {modality: [image.uuid for image in images]}
     return cast("TokensPrompt", {**extras, "prompt_token_ids": beam.tokens})
 
 

@@ -271,7 +271,8 @@ def test_wrong_images_are_refused_by_name(llm, prompt, message):
 
 @pytest.mark.parametrize("modality", ["audio", "video"])
 def test_other_modalities_are_refused_by_name(llm, modality):
-    with pytest.raises(UnsupportedFeatureError, match=modality):
+    refusals = (TrouperValidationError, UnsupportedFeatureError)
+    with pytest.raises(refusals, match=modality):
         llm.generate({"prompt": "a", "multi_modal_data": {modality: b""}}, params(), use_tqdm=False)
 
 

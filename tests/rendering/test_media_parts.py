@@ -2,7 +2,7 @@
 
 import pytest
 
-from trouper.actors.rendering.media.parts import IMAGE, Base64File, take_images
+from trouper.actors.rendering.media.parts import Base64File, FetchedFile, take_images
 from trouper.errors import MediaError, TrouperValidationError, UnsupportedFeatureError
 
 URL = "data:image/png;base64,QUJD"
@@ -30,8 +30,25 @@ def chat(part, role="user"):
 )
 def test_each_form_holds_the_image(part):
     messages, (image,) = take_images(chat(part))
-    assert messages[0]["content"] == [{"type": "text", "text": "a"}, {**IMAGE, "index": 0}]
+    assert messages[0]["content"] == [{"type": "text", "text": "a"}, {"type": "image", "index": 0}]
     assert (image.data, image.uuid, image.where) == (b"ABC", None, PLACE)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "input_audio", "input_audio": {"data": "QUJD", "format": "wav"}},
+        {"input_audio": {"data": memoryview(b"QUJD")}},
+        {"type": "audio_url", "audio_url": {"url": "data:audio/wav;base64,QUJD"}},
+        {"audio_url": "data:;base64,QUJD"},
+        {"type": "audio_url", "audio_url": FetchedFile(b"ABC")},
+        {"type": "audio", "audio": b"ABC"},
+    ],
+)
+def test_each_form_holds_the_recording(part):
+    messages, (recording,) = take_images(chat(part))
+    assert messages[0]["content"] == [{"type": "text", "text": "a"}, {"type": "audio", "index": 0}]
+    assert (recording.data, recording.modality, recording.where) == (b"ABC", "audio", PLACE)
 
 
 def test_images_keep_their_order():
@@ -80,6 +97,22 @@ def test_other_roles_have_no_images(role):
         ({"type": "image", "image": {"bytes": [1]}}, "image", "invalid_value"),
         ({"type": "image_pil", "image_pil": "/etc/passwd"}, "image_pil", "invalid_value"),
         ({"type": "image_url", "image_url": URL, "uuid": ""}, "uuid", "invalid_value"),
+        ({"type": "input_audio"}, "input_audio", "invalid_value"),
+        ({"type": "input_audio", "input_audio": {}}, "input_audio.data", "invalid_value"),
+        (
+            {"type": "input_audio", "input_audio": {"data": "?"}},
+            "input_audio.data",
+            "invalid_audio",
+        ),
+        (
+            {"type": "input_audio", "input_audio": {"data": "", "format": "aac"}},
+            "input_audio.format",
+            "invalid_value",
+        ),
+        ({"type": "audio_url", "audio_url": 5}, "audio_url", "invalid_value"),
+        ({"type": "audio_url", "audio_url": "data:;base64,?"}, "audio_url", "invalid_audio"),
+        ({"type": "audio_url", "audio_url": "http://a/b"}, "audio_url", "media_url_blocked"),
+        ({"type": "audio", "audio": "a.wav"}, "audio", "invalid_value"),
         ({"type": "image_url", "image_url": URL, "uuid": "x" * 257}, "uuid", "invalid_value"),
     ],
 )
@@ -99,9 +132,7 @@ def test_wrong_base64_names_its_part():
 @pytest.mark.parametrize(
     ("part", "word"),
     [
-        ({"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}, "audio"),
-        ({"type": "audio_url", "audio_url": {"url": URL}}, "audio"),
-        ({"audio_url": {"url": URL}}, "audio"),
+        ({"type": "audio_embeds", "audio_embeds": "AA=="}, "audio_embeds"),
         ({"type": "video_url", "video_url": {"url": URL}}, "video"),
         ({"type": "video", "video": []}, "video"),
         ({"type": "file", "file": {}}, "documents"),

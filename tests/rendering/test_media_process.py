@@ -24,7 +24,7 @@ def config(tmp_path_factory):
         model_type="llava",
         folder=str(model.folder),
         row_token_id=model.row_id,
-        max_images=8,
+        max_items=8,
         processor_cache_bytes=0,
         encoder_cache_bytes=0,
         processor_kwargs={},
@@ -60,11 +60,11 @@ def test_refusal_names_the_part(images):
 
 
 def test_request_limit_counts_for_pixels(images):
-    order = ImageOrder(IMAGE, WHERE, {}, max_pixels=40 * 28 - 1)
+    order = ImageOrder(IMAGE, WHERE, {}, limit=40 * 28 - 1)
     with pytest.raises(MediaError) as caught:
         images.process(order)
     assert caught.value.code == "media_too_large"
-    assert order.max_pixels < MAX_PIXELS
+    assert order.limit < MAX_PIXELS
 
 
 @pytest.mark.parametrize("option", [{"size_": 1}, {"device": "cuda"}, {"size": object()}])

@@ -215,7 +215,7 @@ async def hosted(wrap=lambda listener: listener, *, private=True, scheme="http",
         (f"images.test:{port}",), allows_http=scheme == "http", allows_private=private
     )
     config = MediaConfig(
-        model_type="llava", folder="", row_token_id=1, max_images=4, processor_cache_bytes=0,
+        model_type="llava", folder="", row_token_id=1, max_items=4, processor_cache_bytes=0,
         encoder_cache_bytes=0, processor_kwargs={}, sources=sources,
     )  # fmt: skip
 
@@ -303,7 +303,7 @@ async def test_host_is_resolved_once_for_a_request():
 @pytest.mark.anyio
 @pytest.mark.parametrize("path", STAYS_OPEN)
 async def test_slow_host_is_given_up(path, monkeypatch):
-    monkeypatch.setattr(module, "FETCH_S", 0.05)
+    monkeypatch.setitem(module.FETCH_S, "image", 0.05)
     async with hosted() as (_, downloads, url):
         with pytest.raises(TrouperUnprocessableEntityError, match="within"):
             await fetched(downloads, url + path)

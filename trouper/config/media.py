@@ -1,7 +1,7 @@
-"""Which models take images, and the options about them.  Without torch.
+"""Which models take images or audio, and the options about them.  Without torch.
 
-A model takes images if trouper knows its family, if its folder contains the configuration of an image processor, and if the extra
-`vision` is installed.  Otherwise only its text model is served, and a request with an image is refused with the reason.
+A model takes images, or recordings, if trouper knows its family, if its folder contains the configuration of a processor, and if
+the extra `vision` or `audio` is installed.  Otherwise only its text model is served, and a request with media is refused with the reason.
 """
 
 import importlib.util
@@ -23,10 +23,17 @@ from trouper.extras import install_hint
 MAX_ITEMS = 32
 GIB = 2**30
 NO_IMAGES = "this model takes no images"
+IMAGE = "image"
+AUDIO = "audio"
+# What errors call several items of a modality.
+ITEMS = {IMAGE: "images", AUDIO: "recordings"}
 # Where images are decoded and processed: a thread cannot be stopped, and its memory is the engine's.
 WORKPLACES = ("process", "thread")
-MODALITIES = ("image", "audio", "video")
-# Each of these files may configure the image processor of a folder.
+MODALITIES: tuple[str, ...] = (IMAGE, AUDIO, "video")
+# Packages of the extras, by modality.
+PACKAGES = {IMAGE: ("transformers", "PIL"), AUDIO: ("transformers", "soundfile", "soxr")}
+EXTRAS = {IMAGE: "vision", AUDIO: "audio"}
+# Each of these files may configure the processor of a folder.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -34,16 +41,18 @@ class VisionFamily(NamedTuple):
     """How transformers computes one family of models.
 
     Attributes:
-        processor: its class for prompts with images.
-        inputs: the arguments of `get_image_features`, as far as the image processor returns them.
+        processor: its class for prompts with images; unused for audio.
+        inputs: the arguments of the tower, as far as the processor returns them.
         has_grids: rows have positions in time, height and width (M-RoPE).
         library: the folder of the library that contains the processor, if it is not named like the family.
+        modality: what the model takes besides text.
     """
 
     processor: str
     inputs: tuple[str, ...]
     has_grids: bool = False
     library: str = ""
+    modality: str = IMAGE
 
 
 _TILED = ("pixel_values", "image_sizes")
@@ -70,24 +79,27 @@ FAMILIES = {
     "clip": VisionFamily("", _PIXELS),
     "siglip": VisionFamily("", _PIXELS),
     "siglip2": VisionFamily("", ("pixel_values", "pixel_attention_mask", "spatial_shapes")),
+    "qwen2_audio": VisionFamily("", ("input_features", "feature_attention_mask"), modality=AUDIO),
+    "voxtral": VisionFamily("", ("input_features",), modality=AUDIO),
+    "qwen3_asr": VisionFamily("", ("input_features", "input_features_mask"), modality=AUDIO),
 }
 # A LLaVA with this tower has the image processor of Pixtral.
 PIXTRAL = "pixtral"
 
 
 class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The images that an engine takes."""
+    """The images or recordings that an engine takes."""
 
     model_type: str
     folder: str
     # The token in whose place a row of the tower is used.
     row_token_id: int
-    # The most images of one prompt.
-    max_images: int
+    # The most images or recordings of one prompt.
+    max_items: int
     processor_cache_bytes: int
     encoder_cache_bytes: int
     processor_kwargs: dict[str, Any]
-    # Whether images are decoded in a process of their own, or else in the threads of renderers.
+    # Whether files are decoded in a process of their own, or else in the threads of renderers.
     in_process: bool = True
     # Patches of a side that the projector merges into one row.
     merge_size: int = 1
@@ -103,20 +115,25 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Return what distinguishes the family of the model."""
         return FAMILIES["mistral3" if self.is_pixtral else self.model_type]
 
+    @property
+    def modality(self) -> str:
+        """Return what the model takes besides text: images or audio."""
+        return self.family.modality
+
 
 def media_config(
     args: EngineArgs, model: ModelConfig, device: str
 ) -> tuple[MediaConfig | None, str]:
-    """Decide whether the model takes images.
+    """Decide whether the model takes images or audio.
 
     Returns:
-        The configuration, or None and the reason why a request with images is refused.
+        The configuration, or None and the reason why a request with them is refused.
 
     Raises:
-        TrouperValidationError: an option about images has a wrong value.
+        TrouperValidationError: an option about media has a wrong value.
         UnsupportedFeatureError: an option asks for what is not built.
     """
-    max_images = _max_images(args)
+    limits = _limits(args)
     if args.media_processor not in WORKPLACES:
         rule = f"must be one of {', '.join(WORKPLACES)}"
         raise invalid("media_processor", rule, args.media_processor)
@@ -126,20 +143,25 @@ def media_config(
     raw, folder = model.source_config, Path(model.path)
     kind = str(raw.get("model_type"))
     reason = _reason(args, model, kind, device)
-    if reason is None and max_images == 0:
-        reason = "images are turned off (limit_mm_per_prompt or language_model_only)"
+    modality = modality_of(raw)
+    if reason is None and limits[modality] == 0:
+        verb = "is" if modality == AUDIO else "are"
+        reason = (
+            f"{_shown(modality)} {verb} turned off (limit_mm_per_prompt or language_model_only)"
+        )
     if reason is not None:
         return None, reason
     has_two_towers = model.architecture in TWO_TOWERS
-    token_id = 0 if has_two_towers else raw.get("image_token_id", raw.get("image_token_index"))
+    name = f"{modality}_token_id"
+    token_id = 0 if has_two_towers else raw.get(name, raw.get(f"{modality}_token_index"))
     if not isinstance(token_id, int) or not 0 <= token_id < model.vocab_size:
-        return None, f"config.json has no image_token_id below vocab_size, {model.vocab_size}"
+        return None, f"config.json has no {name} below vocab_size, {model.vocab_size}"
     vision: dict[str, Any] = raw.get("vision_config") or {}
     return MediaConfig(
         model_type=kind,
         folder=str(folder),
         row_token_id=token_id,
-        max_images=max_images,
+        max_items=limits[modality],
         processor_cache_bytes=sizes[0],
         encoder_cache_bytes=sizes[1],
         processor_kwargs=kwargs,
@@ -151,39 +173,52 @@ def media_config(
     ), ""
 
 
+def modality_of(source_config: Mapping[str, Any]) -> str:
+    """Return what a model's tower takes.  For a model without a tower it is the usual one."""
+    family = FAMILIES.get(str(source_config.get("model_type")))
+    if family is not None:
+        return family.modality
+    hears_only = "audio_config" in source_config and "vision_config" not in source_config
+    return AUDIO if hears_only else IMAGE
+
+
+def _shown(modality: str) -> str:
+    return AUDIO if modality == AUDIO else "images"
+
+
 def _reason(args: EngineArgs, model: ModelConfig, kind: str, device: str) -> str | None:
-    """Return why this model takes no images, or None."""
+    """Return why this model takes no images, or no audio, or None."""
+    modality = modality_of(model.source_config)
+    what = "audio is" if modality == AUDIO else "images are"
     if kind not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
-        if "vision_config" not in model.source_config:
+        known = ", ".join(sorted(name for name, x in FAMILIES.items() if x.modality == modality))
+        if {"vision_config", "audio_config"}.isdisjoint(model.source_config):
             return NO_IMAGES
-        return f"images are not supported for {kind!r}; supported: {known}"
+        return f"{what} not supported for {kind!r}; supported: {known}"
     if device != "cpu":
-        return "images are not supported on a GPU yet; device='cpu' has them"
+        return f"{what} not supported on a GPU yet; device='cpu' has them"
     if args.skip_tokenizer_init:
-        return "images need the tokenizer, which skip_tokenizer_init leaves out"
+        return f"{_shown(modality)} cannot be used without the tokenizer, which skip_tokenizer_init leaves out"
     if args.speculative_config and args.speculative_config.get("model"):
-        return "images are not supported with a draft model"
+        return f"{what} not supported with a draft model"
     if args.pipeline_parallel_size > 1 or args.tensor_parallel_size > 1:
-        return (
-            "images are not supported with pipeline_parallel_size or tensor_parallel_size above 1"
-        )
+        return f"{what} not supported with pipeline_parallel_size or tensor_parallel_size above 1"
     if not any((Path(model.path) / name).is_file() for name in PROCESSOR_FILES):
-        return f"the model folder has no {PROCESSOR_FILES[0]}, which describes the image processor"
-    if any(importlib.util.find_spec(name) is None for name in ("transformers", "PIL")):
-        return f"images need transformers and Pillow: {install_hint('vision')}"
+        return f"the model folder has no {PROCESSOR_FILES[0]}, which describes the processor of {_shown(modality)}"
+    if any(importlib.util.find_spec(name) is None for name in PACKAGES[modality]):
+        return f"{what} read with packages that are missing: {install_hint(EXTRAS[modality])}"
     return None
 
 
-def _max_images(args: EngineArgs) -> int:
-    """Read `limit_mm_per_prompt`: the most images of one prompt."""
+def _limits(args: EngineArgs) -> dict[str, int]:
+    """Read `limit_mm_per_prompt`: the most images and recordings of one prompt."""
     given: Any = args.limit_mm_per_prompt
+    most = 0 if args.language_model_only else MAX_ITEMS
+    counts: dict[str, int] = dict.fromkeys(MODALITIES, most)
     if given is None:
-        return 0 if args.language_model_only else MAX_ITEMS
+        return counts
     name = "limit_mm_per_prompt"
-    limits = _mapping(name, given)
-    counts = dict[str, int]()
-    for modality, limit in limits.items():
+    for modality, limit in _mapping(name, given).items():
         if modality not in MODALITIES:
             raise invalid(name, f"{modality!r} is none of {', '.join(MODALITIES)}", given)
         if isinstance(limit, Mapping):
@@ -193,8 +228,8 @@ def _max_images(args: EngineArgs) -> int:
             limit = options.get("count", MAX_ITEMS)
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < 0:
             raise invalid(name, f"the count of {modality} must be an integer ≥ 0", given)
-        counts[modality] = limit
-    return 0 if args.language_model_only else counts.get("image", MAX_ITEMS)
+        counts[modality] = 0 if args.language_model_only else limit
+    return counts
 
 
 def _bytes(args: EngineArgs, name: str) -> int:
@@ -213,10 +248,16 @@ def _mapping(name: str, given: Any) -> dict[str, Any]:
     return dict(cast("Mapping[str, Any]", given))
 
 
-def no_images(reason: str, model: str, parameter: str) -> Exception:
-    """Return the error of a request with images to a model that takes none."""
-    if reason == NO_IMAGES:
-        rule = f"the model {model} takes no images; send text, or start a model that sees"
+def no_media(modality: str, reason: str, model: str, parameter: str, own: str = IMAGE) -> Exception:
+    """Return the error of a request with images or audio to a model that does not take them.
+
+    Args:
+        reason: why the model takes none of its `own` modality.
+    """
+    what = _shown(modality)
+    if reason == NO_IMAGES or modality != own:
+        better = "hears" if modality == AUDIO else "sees"
+        rule = f"the model {model} takes no {what}; send text, or start a model that {better}"
         return invalid(parameter, rule)
-    text = f"{parameter}: the model {model} takes no images here: {reason}"
+    text = f"{parameter}: the model {model} takes no {what} here: {reason}"
     return UnsupportedFeatureError(text, parameter=parameter)

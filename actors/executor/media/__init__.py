@@ -1,1 +1,1 @@
-"""Vision towers: the rows of numbers used for images in a prompt."""
+"""Vision and audio towers: the rows of numbers used for images and recordings in a prompt."""

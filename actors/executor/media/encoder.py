@@ -102,7 +102,7 @@ class ImageEncoder:
 
     def _loaded(self) -> VisionTower:
         if self._tower is None:
-            raise RuntimeError("the vision tower is not loaded")
+            raise RuntimeError("the tower is not loaded")
         return self._tower
 
     def _begin(self, item: MediaItem) -> tuple[bytes, SlicedWork]:

@@ -1,6 +1,6 @@
-"""The vision tower and the projector of a model, as the transformers library computes them.
+"""The tower and the projector of a model that sees or hears, as the transformers library computes them.
 
-The rows of an image depend on the image only, so they can be cached and shared by requests.
+The rows of an image or a recording depend on nothing else, so they can be cached and shared by requests.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trouper.actors.executor.media.slices import SlicedWork, Slices
 from trouper.actors.messages.media import MediaArray, MediaItem
-from trouper.config.media import MediaConfig
+from trouper.config.media import AUDIO, IMAGE, MediaConfig
 from trouper.errors import UnsupportedFeatureError
 
 ADVICE = "language_model_only=True serves only its text model"
@@ -39,7 +39,8 @@ class VisionTower:
         self._slices = slices
         # Of the linear layers that are exchanged for this engine's products.
         self.num_packed_bytes = 0
-        self._inputs, self._dtype, self._hidden_size = media.family.inputs, dtype, hidden_size
+        self._media, self._dtype, self._hidden_size = media, dtype, hidden_size
+        self._name = "audio tower" if media.modality == AUDIO else "vision tower"
 
     @property
     def num_bytes(self) -> int:
@@ -60,14 +61,14 @@ class VisionTower:
         rows_RE = self.compute({array.name: _tensor(array) for array in item.arrays})
         if len(rows_RE) != item.num_rows:
             raise RuntimeError(
-                f"the vision tower computes {len(rows_RE)} rows for an image with {item.num_rows} places"
+                f"the {self._name} computes {len(rows_RE)} rows for an item with {item.num_rows} places"
             )
         if not torch.isfinite(rows_RE).all():
-            raise RuntimeError("the vision tower computes numbers that are not finite")
+            raise RuntimeError(f"the {self._name} computes numbers that are not finite")
         return rows_RE
 
     def compute(self, arrays: Mapping[str, Tensor]) -> Tensor:
-        """Compute rows [R, E] of the inputs that an image processor makes.
+        """Compute rows [R, E] of the inputs that a processor makes.
 
         Where the family adds numbers to the outputs of the first layers, too (DeepStack), they follow in the same row.
         """
@@ -75,7 +76,7 @@ class VisionTower:
             name: array.to(self._dtype) if array.is_floating_point() else array
             for name, array in arrays.items()
         }
-        found: Any = self._model.get_image_features(**inputs)
+        found: Any = self._features(inputs)
         levels: Any = getattr(found, "deepstack_features", None) or ()
         parts = [_joined(part) for part in (getattr(found, "pooler_output", found), *levels)]
         for part_RE in parts:
@@ -87,20 +88,31 @@ class VisionTower:
         # Rows are kept, so they must not be a view of something larger.
         return rows_RE.to(self._dtype, copy=True).contiguous()
 
+    def _features(self, inputs: Mapping[str, Tensor]) -> Any:
+        model = self._model
+        if self._media.modality == IMAGE:
+            return model.get_image_features(**inputs)
+        if self._media.model_type == "qwen2_audio":
+            return _of_qwen2_audio(model, **inputs)
+        return model.get_audio_features(**inputs)
+
     def check(self) -> Tensor:
-        """Compute the rows of a small grey image, so that a model that cannot see fails at start.
+        """Compute the rows of a small grey image or of a second of silence, so that a wrong model fails at start.
 
         Raises:
             UnsupportedFeatureError: its code fails, or returns infinite numbers or NaN.
         """
         try:
-            rows_RE = self.compute(_grey(self._model.config, self._inputs))
+            names = self._media.family.inputs
+            config = self._model.config
+            is_image = self._media.modality == IMAGE
+            rows_RE = self.compute(_grey(config, names) if is_image else _silence(config, names))
         except Exception as error:  # a model's own code may raise anything
             line = str(error).strip().partition("\n")[0]
-            text = f"its vision tower fails in a trial ({type(error).__name__}: {line}); {ADVICE}"
+            text = f"its {self._name} fails in a trial ({type(error).__name__}: {line}); {ADVICE}"
             raise UnsupportedFeatureError(text, parameter="model") from error
         if not len(rows_RE) or not torch.isfinite(rows_RE).all():
-            text = f"its vision tower computes no finite rows in a trial; {ADVICE}"
+            text = f"its {self._name} computes no finite rows in a trial; {ADVICE}"
             raise UnsupportedFeatureError(text, parameter="model")
         return rows_RE
 
@@ -109,6 +121,26 @@ def _joined(found: Any) -> Tensor:
     """Return rows [R, E] in one matrix; the library returns some families' by image or by tile."""
     parts = cast("list[Tensor]", found) if isinstance(found, list | tuple) else [found]
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+
+
+def _of_qwen2_audio(model: Any, input_features: Tensor, feature_attention_mask: Tensor) -> Tensor:
+    """Return the rows of one window, as the class's `forward` computes them: the library has no method for it."""
+    num_frames = feature_attention_mask.sum(-1)
+    num_places, num_rows = model.audio_tower._get_feat_extract_output_lengths(num_frames)
+    length = (input_features.shape[-1] - 2) // 2 + 1
+    # The padding of the window must not be heard.
+    mask = (torch.arange(length) < num_places[:, None])[:, None, None, :].expand(-1, -1, length, -1)
+    found = model.audio_tower(input_features, attention_mask=mask).last_hidden_state
+    return model.multi_modal_projector(found)[0, : int(num_rows)]
+
+
+def _silence(config: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """Make the inputs of a recording without sound for a model with this config."""
+    audio = config.audio_config
+    num_frames = 2 * int(getattr(audio, "max_source_positions", 0) or audio.n_window)
+    made = {"input_features": torch.zeros(1, int(audio.num_mel_bins), num_frames)}
+    mask = torch.ones(1, num_frames, dtype=torch.int64)
+    return made | {name: mask for name in names if name not in made}
 
 
 def _tensor(array: MediaArray) -> Tensor:

@@ -1,4 +1,4 @@
-"""Load the vision tower and the projector of a model, without its text model, which trouper's own code computes.
+"""Load the vision or audio tower and the projector of a model, without its text model, which trouper's own code computes.
 
 The library's class is built with a text model of no layers, so that only the tensors of the tower are read, whatever their names
 in older checkpoints are.
@@ -90,7 +90,8 @@ def _class_of(config: EngineConfig) -> tuple[Any, Any]:
     cls, hf_config = _library_class(config)
     text = hf_config.get_text_config(decoder=True)
     text.num_hidden_layers, text.vocab_size = 0, SMALL_VOCABULARY
-    text.pad_token_id = hf_config.pad_token_id = None
+    # Within the small vocabulary; not every class accepts None.
+    text.pad_token_id = hf_config.pad_token_id = 0
     if getattr(text, "layer_types", None) is not None:
         text.layer_types = []
     return cls, hf_config
@@ -133,9 +134,7 @@ def _read(
         raise
     except Exception as error:  # whatever the library raises for a folder that it does not like
         line = str(error).strip().partition("\n")[0]
-        rule = (
-            f"transformers cannot load its vision tower ({type(error).__name__}: {line}); {ADVICE}"
-        )
+        rule = f"transformers cannot load its tower ({type(error).__name__}: {line}); {ADVICE}"
         raise invalid("model", rule, folder) from error
     for problem, key in (("lacks", "missing_keys"), ("has misshapen", "mismatched_keys")):
         names = sorted(_name(found) for found in info.get(key) or ())
@@ -143,7 +142,7 @@ def _read(
         if names:
             shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
             raise TrouperValidationError(
-                f"model: the checkpoint {problem} {len(names)} tensors of the vision tower: {shown}; {ADVICE}",
+                f"model: the checkpoint {problem} {len(names)} tensors of the tower: {shown}; {ADVICE}",
                 parameter="model",
                 value=folder,
             )

@@ -15,7 +15,7 @@ from trouper.errors import invalid
 
 # Surrounds the number of a part other than text; a code point of no character, dropped from other text.
 MARK = "\U0010fffe"
-# Replaces an image in the text of a template without support for images.
+# Replaces an image or a recording in the text of a template that shows texts only.
 IMAGE_MARK = f"{MARK}image{MARK}"
 
 

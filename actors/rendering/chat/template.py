@@ -23,6 +23,7 @@ from trouper.actors.rendering.chat.messages import (
     plain_data,
 )
 from trouper.actors.rendering.tokenizers.token_stream import BOUNDARY, with_boundaries
+from trouper.config.media import AUDIO, IMAGE
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
@@ -240,8 +241,8 @@ def _part(part: Any, where: str) -> dict[str, Any]:
     kind = part.get("type", "text")
     if kind == "prompt_embeds" and isinstance(part.get("index"), int):  # of `mixed.py`
         return {"type": "text", "text": f"{MARK}{part['index']}{MARK}"}
-    if kind == "image" and isinstance(part.get("index"), int):
-        return {"type": "image", "index": part["index"]}
+    if kind in (IMAGE, AUDIO) and isinstance(part.get("index"), int):
+        return {"type": kind, "index": part["index"]}
     if kind not in ("text", "input_text", "output_text", "refusal"):
         raise UnsupportedFeatureError(f"{where}: only text parts, not {kind!r}", parameter=where)
     text = part.get("refusal" if kind == "refusal" else "text")
@@ -251,18 +252,18 @@ def _part(part: Any, where: str) -> dict[str, Any]:
 
 
 def _text_of_part(part: dict[str, Any]) -> str:
-    """Return the text of a part for a template without parts: a mark in place of an image."""
-    return IMAGE_MARK if part["type"] == "image" else part["text"]
+    """Return the text of a part for a template without parts: a mark in place of an image or a recording."""
+    return IMAGE_MARK if part["type"] in (IMAGE, AUDIO) else part["text"]
 
 
 def _check_order(chat: Sequence[Mapping[str, Any]]) -> None:
-    """Check that no image has moved before another one, since places are assigned to images in order."""
+    """Check that no image or recording has moved before another one, since places are assigned to images in order."""
     contents = [m.get("content") for m in chat]
     parts = [part for content in contents if is_array(content) for part in content]
     order = [part["index"] for part in parts if is_object(part) and "index" in part]
     if order != sorted(order):
-        rule = "the chat template needs these messages in another order, in which their images would be mixed up"
-        raise invalid("messages", f"{rule}; put the images into messages of the user")
+        rule = "the chat template needs these messages in another order, in which their images or recordings would be mixed up"
+        raise invalid("messages", f"{rule}; put these into messages of the user")
 
 
 def _cut_end(text: str, final: str) -> str:

@@ -1,4 +1,4 @@
-"""Image files decoded and processed in processes of their own, on a budget.
+"""Files of images and recordings decoded and processed in processes of their own, on a budget.
 
 A hostile file can at most end such a process: its memory and its time are limited, it has no secrets and no torch, and a
 new one takes its place.  The processes are kept warm, because one takes seconds to start.  The engine's event loop only
@@ -37,6 +37,8 @@ from trouper.errors import GenerationError, MediaError, TrouperValidationError, 
 if TYPE_CHECKING:
     from PIL import Image
 
+    from trouper.actors.rendering.media.audio import Waveform
+
 logger = logging.getLogger(__name__)
 
 WORKER = "trouper.actors.rendering.media.worker"
@@ -51,19 +53,19 @@ ALARMING = 3
 
 
 class ImageOrder(NamedTuple):
-    """One image to process.
+    """One image or recording to process.
 
     Attributes:
-        image: the bytes of a file, or RGB pixels that the caller has decoded.
+        image: the bytes of a file, or RGB pixels or samples that the caller has decoded.
         where: the client's name of its place, for errors.
         kwargs: options of the model's processor.
-        max_pixels: the most pixels that it may have.
+        limit: the most pixels, or seconds of a recording, that it may have.
     """
 
-    image: "bytes | memoryview | Image.Image"
+    image: "bytes | memoryview | Image.Image | Waveform"
     where: str
     kwargs: Mapping[str, Any]
-    max_pixels: int = MAX_PIXELS
+    limit: int = MAX_PIXELS
 
 
 class ConfinedImages:
@@ -89,13 +91,13 @@ class ConfinedImages:
         """Start a process before the first image needs it.
 
         Raises:
-            TrouperValidationError: the model's files do not describe an image processor.
+            TrouperValidationError: the model's files do not describe a processor.
             GenerationError: it cannot be started.
         """
         self._keep(self._started())
 
     def process(self, order: ImageOrder) -> tuple[ProcessedImage, int]:
-        """Decode and process one image, and return it with the number of its pixels.
+        """Decode and process one image or recording, and return it with the number of its pixels or seconds.
 
         Threads may call it at the same time.  The arrays are in read-only memory that nothing has copied.
 
@@ -109,17 +111,17 @@ class ConfinedImages:
             answer, descriptor = self._ask(message)
         except (TimeoutError, HelperKilledError):
             self._note_death()
-            rule = f"{order.where}: takes too much time or memory to process; send a smaller or simpler image"
+            rule = f"{order.where}: takes too much time or memory to process; send a smaller or simpler file"
             raise MediaError(rule, parameter=order.where, code="media_budget") from None
         except ChildProcessError as error:
-            raise GenerationError(f"processing an image failed: {error}") from None
+            raise GenerationError(f"processing a file failed: {error}") from None
         self._num_deaths = 0
         found = msgspec.json.decode(answer, type=ImageAnswer)
         if descriptor is None:
             raise _refusal(found, order.where)
         with os.fdopen(descriptor, "rb") as file:
             arrays = _mapped(file.fileno(), found.arrays)
-        return ProcessedImage(arrays, found.text), found.num_pixels
+        return ProcessedImage(arrays, found.text, found.seconds), found.size
 
     def _ask(self, message: bytes) -> tuple[bytes, int | None]:
         """Give an order to a process; if a signal from outside kills the process, to another one once more."""
@@ -168,13 +170,13 @@ class ConfinedImages:
             except TimeoutError:
                 continue
             except OSError as error:
-                raise GenerationError(f"no process to decode images in: {error}") from None
+                raise GenerationError(f"no process to decode files in: {error}") from None
             if answer.code is not None:
                 process.close()
                 raise _refusal(answer, "model")
             return process
         raise GenerationError(
-            f"no process to decode images in: none was ready after {START_WALL_S:g} s"
+            f"no process to decode files in: none was ready after {START_WALL_S:g} s"
         )
 
     def _wait_for_turn(self) -> None:
@@ -192,10 +194,14 @@ class ConfinedImages:
 
 def _message(order: ImageOrder) -> bytes:
     size: tuple[int, int] | None = None
+    rate: int | None = None
     data: Any = order.image
-    if not isinstance(data, bytes | memoryview):
+    if isinstance(data, tuple):
+        samples, rate = cast("Waveform", data)
+        data = samples.tobytes()
+    elif not isinstance(data, bytes | memoryview):
         size, data = data.size, data.tobytes()
-    fields = ImageFields(dict(order.kwargs), order.max_pixels, size)
+    fields = ImageFields(dict(order.kwargs), order.limit, size, rate)
     try:
         head = msgspec.json.encode(fields)
     except (TypeError, ValueError):
@@ -215,7 +221,7 @@ def _refusal(answer: ImageAnswer, where: str) -> TrouperValidationError:
 def _mapped(descriptor: int, places: tuple[ArrayPlace, ...]) -> tuple[MediaArray, ...]:
     """Map a sealed file and return the arrays in it, read-only."""
     if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:
-        raise GenerationError("processing an image failed: its arrays could still change")
+        raise GenerationError("processing a file failed: its arrays could still change")
     size = os.fstat(descriptor).st_size
     # A private mapping, because a sealed file refuses a shared one on older kernels.  Nothing is copied.
     whole = memoryview(mmap.mmap(descriptor, size, mmap.MAP_PRIVATE, mmap.PROT_READ))

@@ -1,4 +1,4 @@
-"""Fetch the images of `https:` URLs, so that renderers see only bytes.
+"""Fetch the images and recordings of `https:` URLs, so that renderers see only bytes.
 
 A request with such a URL waits here, and not in a renderer's thread: its download is a task, bounded in time and bytes, that ends
 with the request.  Everything about names and addresses is decided in `urls.py`.
@@ -19,7 +19,7 @@ import anyio
 import anyio.to_thread
 
 from trouper.actors.rendering.media.files import MAX_FILE_BYTES, RefusedFileError
-from trouper.actors.rendering.media.parts import FetchedFile, refused, url_of
+from trouper.actors.rendering.media.parts import FetchedFile, refused, url_name, url_of
 from trouper.actors.rendering.media.urls import (
     Address,
     Target,
@@ -28,14 +28,14 @@ from trouper.actors.rendering.media.urls import (
     is_remote,
     redirected,
 )
-from trouper.config.media import MediaConfig
+from trouper.config.media import AUDIO, IMAGE, ITEMS, MediaConfig
 from trouper.errors import MediaError, QueueOverflowError, TrouperUnprocessableEntityError
 
 if TYPE_CHECKING:
     import httpx2
 
-# Of one file: resolving, connecting, redirects and the body together.
-FETCH_S = 5.0
+# Of one file by modality: resolving, connecting, redirects and the body together.
+FETCH_S = {IMAGE: 5.0, AUDIO: 10.0}
 MAX_REDIRECTS = 3
 # Downloads at once, of all requests and of one request.
 MAX_DOWNLOADS, MAX_OF_REQUEST = 16, 4
@@ -55,17 +55,19 @@ class RemotePart(NamedTuple):
     message: int
     part: int
     url: str
+    # The field with the URL.
+    name: str = "image_url"
 
     @property
     def where(self) -> str:
-        return f"messages[{self.message}].content[{self.part}].image_url"
+        return f"messages[{self.message}].content[{self.part}].{self.name}"
 
 
 class Downloads:
     """Fetches the files of requests.  It belongs to the engine's event loop.
 
     Args:
-        config: names the hosts, and the most images of a prompt.
+        config: names the hosts, and the most images or recordings of a prompt.
         resolve: returns the addresses of a host.
         trust: certificates of the authorities that hosts may have; those of the system by default.
     """
@@ -76,7 +78,8 @@ class Downloads:
         resolve: Resolve | None = None,
         trust: ssl.SSLContext | None = None,
     ) -> None:
-        self._sources, self._max_images = config.sources, config.max_images
+        self._sources, self._max_items = config.sources, config.max_items
+        self._what, self._seconds = ITEMS[config.modality], FETCH_S[config.modality]
         self._resolve = resolve or resolve_host
         self._trust = trust
         self._limiter = anyio.CapacityLimiter(MAX_DOWNLOADS)
@@ -95,9 +98,10 @@ class Downloads:
         remote = remote_parts(prompt)
         if not remote:
             return prompt
-        if len(remote) > self._max_images:
-            rule = f"the prompt has {len(remote)} images, and it may have {self._max_images} (limit_mm_per_prompt)"
-            raise MediaError(f"images: {rule}", parameter=remote[-1].where, code="too_many_media")
+        if len(remote) > self._max_items:
+            what = self._what
+            rule = f"the prompt has {len(remote)} {what}, and it may have {self._max_items} (limit_mm_per_prompt)"
+            raise MediaError(f"{what}: {rule}", parameter=remote[-1].where, code="too_many_media")
         # All are checked before the first is fetched.
         targets: list[Target] = []
         for part in remote:
@@ -142,12 +146,12 @@ class Downloads:
                 f"open requests hold downloads of {self._num_bytes} bytes, and {OPEN_BYTES} are allowed; try again later"
             )
         try:
-            with anyio.fail_after(FETCH_S):
+            with anyio.fail_after(self._seconds):
                 return await self._follow(target)
         except RefusedFileError as error:
             raise refused(part.where, error) from None
         except TimeoutError:
-            rule = f"the host did not send the file within {FETCH_S:g} s"
+            rule = f"the host did not send the file within {self._seconds:g} s"
         except UnavailableError as error:
             rule = str(error)
         text = f"{part.where}: {rule}; send the file itself as a data: URL"
@@ -250,19 +254,19 @@ def remote_parts(prompt: Any) -> list[RemotePart]:
         for j, part in enumerate(content):
             url = url_of(part)
             if is_remote(url):
-                found.append(RemotePart(i, j, cast("str", url)))
+                found.append(RemotePart(i, j, cast("str", url), url_name(part) or ""))
     return found
 
 
 def _filled(prompt: Mapping[str, Any], files: Mapping[RemotePart, FetchedFile]) -> dict[str, Any]:
     """Return a copy of the prompt with files in place of URLs; the caller's messages stay as they are."""
     messages = [*prompt["messages"]]
-    for (i, j, _), file in files.items():
+    for (i, j, _, name), file in files.items():
         content = [*messages[i]["content"]]
-        given = content[j].get("image_url")
+        given = content[j].get(name)
         content[j] = {
             **content[j],
-            "image_url": {**given, "url": file} if isinstance(given, Mapping) else file,
+            name: {**given, "url": file} if isinstance(given, Mapping) else file,
         }
         messages[i] = {**messages[i], "content": content}
     return {**prompt, "messages": messages}

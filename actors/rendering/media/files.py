@@ -21,6 +21,8 @@ MAX_PIXELS = 2**25
 MAX_REQUEST_PIXELS = 2**27
 # The longer side may be this many times the shorter one: processors scale one of them.
 MAX_RATIO = 200
+# Files of recordings with the same faults get another code.
+INVALID_IMAGE = "invalid_image"
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 NAMES = "JPEG, PNG, WebP, GIF or BMP"
 WHITE = (255, 255, 255)
@@ -65,7 +67,7 @@ def open_image(data: bytes | memoryview, max_pixels: int = MAX_PIXELS) -> "Image
         raise
     except Exception:
         raise RefusedFileError(
-            "invalid_image", f"cannot be read as an image; send a {NAMES} file"
+            INVALID_IMAGE, f"cannot be read as an image; send a {NAMES} file"
         ) from None
     check_size(*image.size, max_pixels)
     return image
@@ -77,13 +79,13 @@ def check_bytes(num_bytes: int) -> None:
         rule = f"has {num_bytes} bytes, and an image may have {MAX_FILE_BYTES}; send a smaller one"
         raise RefusedFileError("media_too_large", rule)
     if num_bytes == 0:
-        raise RefusedFileError("invalid_image", f"is empty; send a {NAMES} file")
+        raise RefusedFileError(INVALID_IMAGE, f"is empty; send a {NAMES} file")
 
 
 def check_size(width: int, height: int, max_pixels: int = MAX_PIXELS) -> None:
     """Check the width and height of an image.  Raises RefusedFileError: `media_too_large` or `invalid_image`."""
     if width < 1 or height < 1:
-        raise RefusedFileError("invalid_image", "has no pixels")
+        raise RefusedFileError(INVALID_IMAGE, "has no pixels")
     if width * height > MAX_PIXELS:
         rule = (
             f"has {width} x {height} pixels, and an image may have {MAX_PIXELS}; send a smaller one"
@@ -111,7 +113,7 @@ def decode(image: "Image.Image") -> "Image.Image":
         raise
     except Exception:
         rule = f"is damaged or incomplete; send a whole {NAMES} file"
-        raise RefusedFileError("invalid_image", rule) from None
+        raise RefusedFileError(INVALID_IMAGE, rule) from None
 
 
 def to_rgb(image: "Image.Image") -> "Image.Image":

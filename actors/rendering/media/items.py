@@ -1,7 +1,7 @@
-"""Images of requests to items for the device: keys, the cache of processed images, and limits.
+"""Images and recordings of requests to items for the device: keys, the cache of processed items, and limits.
 
 Laws.
-1. An item depends on its image and its options only, so equal keys have equal arrays and tokens.
+1. An item depends on its content and its options only, so equal keys have equal arrays and tokens.
 2. A key contains the content, the options, the files of the processor, and the scope of the request: no tenant can find out from
    response times what another one has sent.
 3. The arrays in memory take at most `mm_processor_cache_gb` and OPEN_BYTES: what is beyond is refused before it is decoded.
@@ -20,6 +20,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 import msgspec
 
 from trouper.actors.messages.media import MediaItem, ProcessedImage
+from trouper.actors.rendering.media.audio import (
+    MAX_REQUEST_SECONDS,
+    AudioProcessor,
+    Waveform,
+    waveform_of,
+)
 from trouper.actors.rendering.media.confined import ConfinedImages, ImageOrder
 from trouper.actors.rendering.media.files import (
     MAX_REQUEST_PIXELS,
@@ -30,8 +36,9 @@ from trouper.actors.rendering.media.files import (
 )
 from trouper.actors.rendering.media.parts import ImagePart, refused
 from trouper.actors.rendering.media.processor import NAME, ImageProcessor, merged_kwargs
+from trouper.actors.rendering.media.worker import make_processor
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
-from trouper.config.media import MediaConfig
+from trouper.config.media import AUDIO, IMAGE, ITEMS, MediaConfig
 from trouper.errors import (
     GenerationError,
     MediaError,
@@ -45,6 +52,12 @@ if TYPE_CHECKING:
 
 # Arrays of open requests that are not in the cache: 100 images of SmolVLM, 180 of a LLaVA in 1080p.
 OPEN_BYTES = 2 * 2**30
+# Tokens around a recording that chat templates of texts do not write.
+MARKS = {
+    "qwen2_audio": ("<|audio_bos|>", "<|audio_eos|>"),
+    "qwen3_asr": ("<|audio_start|>", "<|audio_end|>"),
+    "voxtral": ("[BEGIN_AUDIO]", ""),
+}
 # Files with an influence on arrays and tokens.
 FILES = (
     "preprocessor_config.json",
@@ -82,27 +95,29 @@ class ImagesInThread:
 
     def __init__(self, config: MediaConfig, image_token: str) -> None:
         self._config, self._image_token = config, image_token
-        self._processor: ImageProcessor | None = None
+        self._processor: ImageProcessor | AudioProcessor | None = None
         self._loading = threading.Lock()
 
     def warm(self) -> None:
         """Load the processor; raises TrouperValidationError if the folder has none."""
         self._loaded()
 
-    def _loaded(self) -> ImageProcessor:
+    def _loaded(self) -> ImageProcessor | AudioProcessor:
         with self._loading:
             if self._processor is None:
-                self._processor = ImageProcessor(self._config, self._image_token)
+                self._processor = make_processor(self._config, self._image_token)
             return self._processor
 
     def process(self, order: ImageOrder) -> tuple[ProcessedImage, int]:
-        """Process a file or an RGB image; see `ImageWork`."""
+        """Process a file, an RGB image or samples; see `ImageWork`."""
         processor = self._loaded()
+        if isinstance(processor, AudioProcessor):
+            return processor.hear(cast("Any", order.image), order.kwargs, order.limit)
         processor.check(order.kwargs)
         image: Any = order.image
         if isinstance(image, bytes):
-            image = decode(open_image(image, order.max_pixels))
-        check_size(image.width, image.height, order.max_pixels)
+            image = decode(open_image(image, order.limit))
+        check_size(image.width, image.height, order.limit)
         return processor.process(image, order.kwargs), image.width * image.height
 
 
@@ -128,6 +143,17 @@ class ImageItems:
     def counts(self) -> tuple[int, int]:
         """Return how many images were looked up in the cache, and how many were found."""
         return self._cache.num_queries, self._cache.num_hits
+
+    @property
+    def modality(self) -> str:
+        """Return what the model takes: images or audio."""
+        return self._config.modality
+
+    @property
+    def mark(self) -> str:
+        """Return the text in the place of an item in a chat template that shows texts only."""
+        before, behind = MARKS.get(self._config.model_type, ("", ""))
+        return f"{before}{self.placeholder}{behind}"
 
     @property
     def folder(self) -> str:
@@ -172,51 +198,57 @@ class ImageItems:
             QueueOverflowError: open requests hold too many arrays.
         """
         config = self._config
-        if len(parts) > config.max_images:
-            rule = f"the prompt has {len(parts)} images, and it may have {config.max_images} (limit_mm_per_prompt)"
-            raise MediaError(f"images: {rule}", parameter=parts[-1].where, code="too_many_media")
+        what = ITEMS[config.modality]
+        if len(parts) > config.max_items:
+            rule = f"the prompt has {len(parts)} {what}, and it may have {config.max_items} (limit_mm_per_prompt)"
+            raise MediaError(f"{what}: {rule}", parameter=parts[-1].where, code="too_many_media")
         merged: Mapping[str, Any] = config.processor_kwargs
         for given in kwargs:
             merged = merged_kwargs(merged, _options(given))
         options = _packed(merged)
-        pixels_left = MAX_REQUEST_PIXELS
+        left = MAX_REQUEST_SECONDS if self.modality == AUDIO else MAX_REQUEST_PIXELS
         found: list[PlacedItem] = []
         for part in parts:
-            with _named(part.where):
-                data = None if part.data is None else _pixels_or_file(part.data)
+            with _named(part.where, self.modality):
+                data = None if part.data is None else self._read(part.data)
                 content = _content(data) if part.uuid is None else b"uuid" + part.uuid.encode()
                 whose = scope if part.uuid is None else _joined(scope, client.encode())
                 key = hashlib.sha256(_joined(self._fingerprint, whose, options, content)).digest()
                 placed = self._cache.get(key)
                 if placed is None:
-                    placed, num_pixels = self._processed(key, data, part.where, merged, pixels_left)
-                    pixels_left -= num_pixels
+                    placed, size = self._processed(key, data, part.where, merged, left)
+                    left -= size
             found.append(placed)
         return found
 
+    def _read(self, given: Any) -> Any:
+        """Return the bytes of a file, or what a Python caller's object shows or contains."""
+        return waveform_of(given) if self.modality == AUDIO else _pixels_or_file(given)
+
     def _processed(
-        self, key: bytes, data: Any, where: str, kwargs: Mapping[str, Any], pixels_left: int
+        self, key: bytes, data: Any, where: str, kwargs: Mapping[str, Any], left: int
     ) -> tuple[PlacedItem, int]:
-        """Process an image that is not cached, and keep it.  Also returns the number of its pixels."""
+        """Process an item that is not cached, and keep it.  Also returns the number of its pixels or seconds."""
         if data is None:
-            rule = f"{where}: the image with this uuid is not cached; send its data, too"
+            rule = f"{where}: the item with this uuid is not cached; send its data, too"
             raise MediaError(rule, parameter=where, code="multimodal_cache_miss")
         self._cache.check_room()
-        processed, num_pixels = self._work.process(ImageOrder(data, where, kwargs, pixels_left))
+        processed, size = self._work.process(ImageOrder(data, where, kwargs, left))
         placed = self._placed(key, processed)
         self._cache.put(key, placed)
-        return placed, num_pixels
+        return placed, size
 
     def _placed(self, key: bytes, processed: ProcessedImage) -> PlacedItem:
         if self._config.has_two_towers:
-            item = MediaItem(key, "image", processed.arrays, 1, ((0, 1),))
+            item = MediaItem(key, IMAGE, processed.arrays, 1, ((0, 1),))
             return PlacedItem((self._config.row_token_id,), item)
         ids = tuple(self._tokenizer.encode(processed.text, add_special_tokens=False))
         runs = tuple(_runs(ids, self._config.row_token_id))
         if not runs:
-            raise GenerationError(f"the image processor wrote no {self.placeholder!r}")
+            raise GenerationError(f"the processor wrote no {self.placeholder!r}")
         grid = self._grid(processed) if self._config.family.has_grids else None
-        item = MediaItem(key, "image", processed.arrays, len(ids), runs, grid=grid)
+        arrays, seconds = processed.arrays, processed.seconds
+        item = MediaItem(key, self.modality, arrays, len(ids), runs, grid=grid, seconds=seconds)
         return PlacedItem(ids, item)
 
     def _grid(self, processed: ProcessedImage) -> tuple[int, int, int]:
@@ -270,7 +302,7 @@ class ItemCache:
         limit = self._max_bytes + OPEN_BYTES
         if self._num_live_bytes >= limit:
             raise QueueOverflowError(
-                f"open requests hold images of {self._num_live_bytes} bytes, and {limit} are allowed; try again later"
+                f"open requests hold media of {self._num_live_bytes} bytes, and {limit} are allowed; try again later"
             )
 
     def clear(self) -> None:
@@ -300,12 +332,12 @@ def media_digests(items: Sequence[MediaItem], block_size: int) -> tuple[bytes, .
 
 
 @contextmanager
-def _named(where: str) -> Generator[None]:
-    """Give the errors about an image the name of its place."""
+def _named(where: str, modality: str) -> Generator[None]:
+    """Give the errors about an item the name of its place."""
     try:
         yield
     except RefusedFileError as error:
-        raise refused(where, error) from None
+        raise refused(where, error, modality) from None
     except TrouperValidationError as error:
         if error.parameter != "image":
             raise
@@ -335,6 +367,8 @@ def _joined(*parts: bytes) -> bytes:
 def _content(data: Any) -> bytes:
     if isinstance(data, bytes):
         return b"file" + hashlib.sha256(data).digest()
+    if isinstance(data, Waveform):
+        return f"samples {data.rate} ".encode() + hashlib.sha256(data.samples.data).digest()
     width, height = data.size
     return f"pixels {width} {height} ".encode() + hashlib.sha256(data.tobytes()).digest()
 

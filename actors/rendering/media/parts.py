@@ -1,7 +1,7 @@
-"""Take the images out of the parts of messages, in every form that clients and Python callers write.  Pure.
+"""Take the images and recordings out of the parts of messages, in every form that clients and Python callers write.  Pure.
 
-The messages keep `{"type": "image"}` in the place of each image, which is what chat templates read.  Text never becomes
-an image: only parts count, and a text that spells a model's placeholder stays text.
+The messages keep `{"type": "image"}` or `{"type": "audio"}` in the place of each, which is what chat templates read.  Text
+never becomes an image: only parts count, and a text that spells a model's placeholder stays text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from trouper.actors.rendering.media.files import RefusedFileError
+from trouper.actors.rendering.media.files import INVALID_IMAGE, RefusedFileError
 from trouper.actors.rendering.media.local_files import UNAVAILABLE, is_local, read_local
 from trouper.actors.rendering.media.urls import decode_base64, read_url
+from trouper.config.media import AUDIO, IMAGE
 from trouper.errors import (
     MediaError,
     TrouperUnprocessableEntityError,
@@ -23,15 +24,13 @@ from trouper.errors import (
 # The `detail` of OpenAI's parts has no effect: the model's own processor decides about sizes, as in vLLM.
 DETAILS = ("auto", "low", "high", "original")
 MAX_UUID_CHARS = 256
-LATER = {
-    "input_audio": "audio", "audio_url": "audio", "audio": "audio",
-    "video_url": "video", "video": "video", "input_video": "video",
-}  # fmt: skip
+LATER = {"video_url": "video", "video": "video", "input_video": "video"}
 IMAGES = ("image_url", "input_image", "image", "image_pil")
+RECORDINGS = ("input_audio", "audio_url", "audio")
+# The `format` of OpenAI's parts; it is checked, and the file itself shows what it is.
+AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg", "opus", "mpga", "mpeg")
 EMBEDS = ("image_embeds", "audio_embeds")
 FILES = ("file", "input_file", "document")
-# The place of an image in messages that go to a chat template, with the number of the image.
-IMAGE = {"type": "image"}
 
 
 class Base64File(msgspec.Struct, frozen=True):
@@ -44,19 +43,19 @@ class Base64File(msgspec.Struct, frozen=True):
 
 
 class FetchedFile(msgspec.Struct, frozen=True, weakref=True, eq=False):
-    """A file that was fetched from the URL in its place."""
+    """The bytes of a file in the place of a URL: they were fetched from it, or are a part of a form."""
 
     data: bytes
 
     def __repr__(self) -> str:
-        return f"<a fetched file of {len(self.data)} bytes>"
+        return f"<a file of {len(self.data)} bytes>"
 
 
 class ImagePart(NamedTuple):
-    """One image of a conversation, in the form in which the caller gave it.
+    """One image or recording of a conversation, in the form in which the caller gave it.
 
     Attributes:
-        data: the bytes of a file, a PIL image or an array; None if only its `uuid` is given.
+        data: the bytes of a file, a PIL image, an array, or samples with their rate; None if only its `uuid` is given.
         uuid: the caller's name of it.
         where: its place, such as `messages[0].content[1]`.
     """
@@ -64,18 +63,19 @@ class ImagePart(NamedTuple):
     data: Any
     uuid: str | None
     where: str
+    modality: str = IMAGE
 
 
 def take_images(messages: Sequence[Any], folder: str = "") -> tuple[list[Any], list[ImagePart]]:
-    """Return the messages with a mark in the place of each image, and the images in order.
+    """Return the messages with a mark in the place of each image or recording, and these in order.
 
     Args:
         folder: `file:` URLs below it are read; empty for none.
 
     Raises:
         TrouperUnprocessableEntityError: a file of a `file:` URL cannot be read.
-        MediaError, TrouperValidationError: a part has no image that can be used; the error names its place.
-        UnsupportedFeatureError: a part is audio, video or a document.
+        MediaError, TrouperValidationError: a part has no file that can be used; the error names its place.
+        UnsupportedFeatureError: a part is a video or a document.
     """
     found: list[ImagePart] = []
     rest: list[Any] = []
@@ -104,22 +104,32 @@ def kind_of(part: Any) -> str | None:
     kind = fields.get("type")
     if kind is None:
         # OpenAI's clients may leave the type out; the field then names it.
-        kind = next((name for name in ("image_url", *LATER) if name in fields), None)
+        names = ("image_url", "input_audio", "audio_url", *LATER)
+        kind = next((name for name in names if name in fields), None)
     if not isinstance(kind, str):
         return None
-    return kind if kind in (*IMAGES, *EMBEDS, *LATER, *FILES) else None
+    return kind if kind in (*IMAGES, *RECORDINGS, *EMBEDS, *LATER, *FILES) else None
 
 
 def is_image(part: Any) -> bool:
-    """Return whether a part is an image in any form."""
-    return kind_of(part) in IMAGES
+    """Return whether a part is an image, or a recording, in any form."""
+    return kind_of(part) in (*IMAGES, *RECORDINGS)
+
+
+def url_name(part: Any) -> str | None:
+    """Return the name of the field in which a part has a URL, or None for a part without one."""
+    kind = kind_of(part)
+    if kind in ("image_url", "input_image"):
+        return "image_url"
+    return kind if kind == "audio_url" else None
 
 
 def url_of(part: Any) -> Any:
-    """Return what a part of an image has as its URL, or None for any other part."""
-    if kind_of(part) not in ("image_url", "input_image"):
+    """Return what a part of an image or a recording has as its URL, or None for any other part."""
+    name = url_name(part)
+    if name is None:
         return None
-    given = cast("Mapping[str, Any]", part).get("image_url")
+    given = cast("Mapping[str, Any]", part).get(name)
     return cast("Mapping[str, Any]", given).get("url") if isinstance(given, Mapping) else given
 
 
@@ -128,7 +138,7 @@ def _taken(part: Any, where: str, role: Any, found: list[ImagePart], folder: str
     if kind is None:
         return part
     if kind in LATER:
-        text = f"{where}: {LATER[kind]} is not supported; send text and images"
+        text = f"{where}: {LATER[kind]} is not supported; send text, images or audio"
         raise UnsupportedFeatureError(text, parameter=where)
     if kind in FILES:
         text = f"{where}: files and documents are not supported; send each page as an image"
@@ -137,32 +147,59 @@ def _taken(part: Any, where: str, role: Any, found: list[ImagePart], folder: str
         text = f"{where}: {kind} is not supported; send the image itself as image_url"
         raise UnsupportedFeatureError(text, parameter=where)
     if role not in ("user", "system", "developer", "tool"):
-        rule = "images can be in messages of the user, the system and tools only"
+        rule = "images and audio can be in messages of the user, the system and tools only"
         raise invalid(where, rule)
     fields = cast("Mapping[str, Any]", part)
-    found.append(ImagePart(_data(kind, fields, where, folder), _uuid(fields, where), where))
-    return {**IMAGE, "index": len(found) - 1}
+    modality = AUDIO if kind in RECORDINGS else IMAGE
+    data = _data(kind, fields, where, folder)
+    found.append(ImagePart(data, _uuid(fields, where), where, modality))
+    return {"type": modality, "index": len(found) - 1}
 
 
 def _data(kind: str, fields: Mapping[str, Any], where: str, folder: str) -> Any:
-    """Return the bytes of a file, or the image object of a Python caller."""
-    if kind in ("image_url", "input_image"):
-        url = _url(kind, fields, where)
+    """Return the bytes of a file, or the object of a Python caller."""
+    if kind == "input_audio":
+        return _recording(fields, f"{where}.{kind}")
+    name = url_name(fields)
+    if name is not None:
+        url = _url(name, fields, where)
         if url is None and fields.get("uuid") is not None:
             return None
-        return read_at(f"{where}.image_url", url, folder)
+        return read_at(f"{where}.{name}", url, folder, AUDIO if kind in RECORDINGS else IMAGE)
     given = fields.get(kind)
     if given is None and fields.get("uuid") is not None:
         return None
     if isinstance(given, Base64File):
         return read_at(where, given)
+    if kind == AUDIO:
+        if given is None or isinstance(given, str | memoryview | int | float):
+            rule = "must be an array, a pair (array, rate) or the bytes of a file; for a URL use a part of type audio_url"
+            raise invalid(f"{where}.{kind}", rule)
+        return given
     if given is None or isinstance(given, str | memoryview | Mapping | list | tuple | int | float):
         rule = "must be a PIL image, an array or the bytes of a file; for a URL use a part of type image_url"
         raise invalid(f"{where}.{kind}", rule)
     return given
 
 
-def read_at(where: str, given: Any, folder: str = "") -> bytes:
+def _recording(fields: Mapping[str, Any], where: str) -> bytes | None:
+    """Return the file of OpenAI's `input_audio`: an object with `data` in base64 and `format`."""
+    given: Any = fields.get("input_audio")
+    if given is None and fields.get("uuid") is not None:
+        return None
+    if not isinstance(given, Mapping):
+        raise invalid(where, "must be an object with data in base64 and format")
+    inner = cast("Mapping[str, Any]", given)
+    form: Any = inner.get("format")
+    if form is not None and form not in AUDIO_FORMATS:
+        raise invalid(f"{where}.format", f"must be one of {', '.join(AUDIO_FORMATS)}", form)
+    data: Any = inner.get("data")
+    if not isinstance(data, str | memoryview):
+        raise invalid(f"{where}.data", "must be a file in base64")
+    return read_at(f"{where}.data", Base64File(cast("str | memoryview", data)), "", AUDIO)
+
+
+def read_at(where: str, given: Any, folder: str = "", modality: str = IMAGE) -> bytes:
     """Return the bytes of a URL or of base64, with errors that name the place.
 
     Raises:
@@ -179,12 +216,13 @@ def read_at(where: str, given: Any, folder: str = "") -> bytes:
         if isinstance(given, str | memoryview):
             return read_url(cast("str | memoryview", given))
     except RefusedFileError as error:
-        raise refused(where, error) from None
-    raise invalid(where, "must be a URL such as data:image/png;base64,…")
+        raise refused(where, error, modality) from None
+    example = "data:audio/wav;base64,…" if modality == AUDIO else "data:image/png;base64,…"
+    raise invalid(where, f"must be a URL such as {example}")
 
 
 def refused(
-    where: str, error: RefusedFileError
+    where: str, error: RefusedFileError, modality: str = IMAGE
 ) -> TrouperValidationError | TrouperUnprocessableEntityError:
     """Return the error of a request with a refused file."""
     code, rule = error.refusal
@@ -192,16 +230,17 @@ def refused(
         return TrouperUnprocessableEntityError(f"{where}: {rule}", parameter=where)
     if code == TrouperValidationError.code:
         return invalid(where, rule)
+    if code == INVALID_IMAGE:
+        # What reads URLs and base64 does not know what the file is for.
+        code = f"invalid_{modality}"
     return MediaError(f"{where}: {rule}", parameter=where, code=code)
 
 
-def _url(kind: str, fields: Mapping[str, Any], where: str) -> Any:
+def _url(name: str, fields: Mapping[str, Any], where: str) -> Any:
     """Return the URL of OpenAI's two forms: a text, or an object with `url` and `detail`."""
     if fields.get("file_id") is not None:
-        raise invalid(
-            f"{where}.file_id", "files are not stored here; use image_url with a data: URL"
-        )
-    given = fields.get("image_url")
+        raise invalid(f"{where}.file_id", f"files are not stored here; use {name} with a data: URL")
+    given = fields.get(name)
     detail = fields.get("detail")
     if isinstance(given, Mapping):
         inner = cast("Mapping[str, Any]", given)

@@ -92,7 +92,7 @@ class ImageProcessor:
             found: Any = self._images([image], **options)
             text = self._texts.text(found)
             arrays = tuple(
-                _array(name, np.asarray(found[name])) for name in self._inputs if name in found
+                dense(name, np.asarray(found[name])) for name in self._inputs if name in found
             )
         except MemoryError:
             raise
@@ -195,7 +195,7 @@ def _texts(
 def _fields(folder: Path, image_token: str) -> dict[str, Any]:
     """Return the attributes of a processor: from config.json, then tokenizer_config.json, then processor_config.json."""
     config, of_tokenizer, own = (
-        _object(folder / name)
+        read_object(folder / name)
         for name in ("config.json", "tokenizer_config.json", "processor_config.json")
     )
     vision: dict[str, Any] = config.get("vision_config") or {}
@@ -230,7 +230,8 @@ def _fields(folder: Path, image_token: str) -> dict[str, Any]:
     return {**known, **tokens, **given, "image_token": image_token}
 
 
-def _object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, or an empty one if there is none.  Raises TrouperValidationError for a damaged file."""
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -240,6 +241,7 @@ def _object(path: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
 
 
-def _array(name: str, values: np.ndarray[Any, Any]) -> MediaArray:
+def dense(name: str, values: np.ndarray[Any, Any]) -> MediaArray:
+    """Return an input of a tower in one piece of memory, row by row."""
     values = np.ascontiguousarray(values)
     return MediaArray(name, values.dtype.name, values.shape, values.data.cast("B").toreadonly())

@@ -17,7 +17,11 @@ from collections.abc import Iterable
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from trouper.actors.rendering.media.files import MAX_FILE_BYTES, NAMES, RefusedFileError
+from trouper.actors.rendering.media.files import (
+    INVALID_IMAGE,
+    MAX_FILE_BYTES,
+    RefusedFileError,
+)
 from trouper.config.media_sources import ANY, MediaSources
 
 # A type, parameters and the mark of base64.  The type is not believed: the file itself shows what it is.
@@ -25,7 +29,7 @@ DATA_HEAD = re.compile(rb"data:[^,]{0,256}?;base64,", re.IGNORECASE)
 MAX_HEAD = 512
 MAX_URL = 8192
 SCHEME = re.compile(rb"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
-ADVICE = "send the file itself as a URL such as data:image/png;base64,…"
+ADVICE = "send the file itself as a URL such as data:image/png;base64,… or data:audio/wav;base64,…"
 BLOCKED = "media_url_blocked"
 PORTS = {"https": 443, "http": 80}
 # A name of one label, such as `localhost`, is possible if an entry of the list names it.
@@ -64,7 +68,7 @@ def read_url(url: str | memoryview) -> bytes:
     if (found := DATA_HEAD.match(head)) is not None:
         return decode_base64(url[found.end() :])
     if head[:5].lower() == b"data:":
-        raise RefusedFileError("invalid_image", f"must be base64; {ADVICE}")
+        raise RefusedFileError(INVALID_IMAGE, f"must be base64; {ADVICE}")
     if SCHEME.match(head) is None:
         raise RefusedFileError("invalid_value", f"is not a URL; {ADVICE}")
     rule = "is a URL that this server does not read (--allowed-media-domains, --allowed-local-media-path)"
@@ -79,15 +83,13 @@ def decode_base64(text: str | memoryview) -> bytes:
     """
     # The length is checked before the bytes are made.
     if len(text) // 4 * 3 > MAX_FILE_BYTES + 3:
-        rule = (
-            f"has more than the {MAX_FILE_BYTES} bytes that an image may have; send a smaller one"
-        )
+        rule = f"has more than the {MAX_FILE_BYTES} bytes that a file may have; send a smaller one"
         raise RefusedFileError("media_too_large", rule)
     try:
         return binascii.a2b_base64(text, strict_mode=True)
     except (binascii.Error, ValueError):
-        rule = f"is not base64 (A-Z, a-z, 0-9, + and / with padding, no blanks); send a {NAMES} file as base64"
-        raise RefusedFileError("invalid_image", rule) from None
+        rule = "is not base64 (A-Z, a-z, 0-9, + and / with padding, no blanks)"
+        raise RefusedFileError(INVALID_IMAGE, rule) from None
 
 
 def is_remote(url: object) -> bool:

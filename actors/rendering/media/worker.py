@@ -1,4 +1,4 @@
-"""The process in which image files are decoded and processed: limits first, then one order after another from a socket.
+"""The process in which files of images and recordings are decoded and processed: limits first, then one order after another from a socket.
 
 python -P -m trouper.actors.rendering.media.worker    (standard input is the socket)
 
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
-from trouper.actors.messages.media import MediaArray
+from trouper.actors.messages.media import MediaArray, ProcessedImage
 from trouper.actors.rendering.confined_process import LENGTH_BYTES, OVER_BUDGET, framed
 from trouper.actors.rendering.media.files import (
     MAX_PIXELS,
@@ -36,12 +36,13 @@ from trouper.actors.rendering.media.files import (
     decode,
     open_image,
 )
-from trouper.config.media import MediaConfig
+from trouper.config.media import AUDIO, MediaConfig
 from trouper.errors import TrouperValidationError
 
 if TYPE_CHECKING:
     from PIL import Image
 
+    from trouper.actors.rendering.media.audio import AudioProcessor
     from trouper.actors.rendering.media.processor import ImageProcessor
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
@@ -50,6 +51,8 @@ MEMORY = 2 * 2**30
 # Seconds of computing for an image of at most `STEP_PIXELS`, and one more for each further `STEP_PIXELS`.
 CPU_S = 2
 STEP_PIXELS = 10_000_000
+# A recording gets 7 s: ten minutes at 192 kHz in eight channels take 4 s.
+RECORDING_PIXELS = 60_000_000
 # Arrays begin at multiples of it, so that numpy and torch read them without a copy.
 ALIGNMENT = 64
 
@@ -59,13 +62,15 @@ class ImageFields(msgspec.Struct, frozen=True):
 
     Attributes:
         kwargs: options of the model's processor.
-        max_pixels: the most pixels of the image.
+        limit: the most pixels of the image, or seconds of the recording.
         size: the width and height of RGB pixels that the caller has decoded itself, or None for a file.
+        rate: samples a second, if the caller has samples of a recording instead of a file.
     """
 
     kwargs: dict[str, Any]
-    max_pixels: int = MAX_PIXELS
+    limit: int = MAX_PIXELS
     size: tuple[int, int] | None = None
+    rate: int | None = None
 
 
 class ProcessorFields(msgspec.Struct, frozen=True):
@@ -94,7 +99,8 @@ class ImageAnswer(msgspec.Struct, frozen=True):
     parameter: str | None = None
     arrays: tuple[ArrayPlace, ...] = ()
     text: str = ""
-    num_pixels: int = 0
+    size: int = 0
+    seconds: float = 0.0
 
 
 def main() -> None:
@@ -113,11 +119,9 @@ def main() -> None:
 
 def _serve(orders: socket.socket, stream: BinaryIO) -> None:
     """Make the processor from the first order, and answer the others until the socket ends."""
-    from trouper.actors.rendering.media.processor import ImageProcessor
-
     first = msgspec.json.decode(_read(stream), type=ProcessorFields)
     try:
-        processor = ImageProcessor(first.config, first.image_token)
+        processor = make_processor(first.config, first.image_token)
     except TrouperValidationError as error:
         orders.sendall(framed(_encoded(_refusal(error))))
         return
@@ -135,12 +139,29 @@ def _read(stream: BinaryIO) -> bytes:
     return stream.read(int.from_bytes(stream.read(LENGTH_BYTES)))
 
 
+def make_processor(config: MediaConfig, token: str) -> "ImageProcessor | AudioProcessor":
+    """Return the processor of a model's images or recordings.
+
+    Raises:
+        TrouperValidationError: the folder's files do not describe one.
+    """
+    if config.modality == AUDIO:
+        from trouper.actors.rendering.media.audio import AudioProcessor
+
+        return AudioProcessor(config, token)
+    from trouper.actors.rendering.media.processor import ImageProcessor
+
+    return ImageProcessor(config, token)
+
+
 def _answer(
-    orders: socket.socket, fields: ImageFields, data: memoryview, processor: "ImageProcessor"
+    orders: socket.socket,
+    fields: ImageFields,
+    data: memoryview,
+    processor: "ImageProcessor | AudioProcessor",
 ) -> None:
     try:
-        image = _image(fields, data)
-        found = processor.process(image, fields.kwargs)
+        found, size = _processed(fields, data, processor)
     except RefusedFileError as error:
         orders.sendall(framed(_encoded(ImageAnswer(*error.refusal))))
         return
@@ -148,7 +169,7 @@ def _answer(
         orders.sendall(framed(_encoded(_refusal(error))))
         return
     with _sealed(found.arrays) as (file, places):
-        answer = ImageAnswer(arrays=places, text=found.text, num_pixels=image.width * image.height)
+        answer = ImageAnswer(arrays=places, text=found.text, size=size, seconds=found.seconds)
         # The descriptor travels with the first bytes.
         whole = framed(_encoded(answer))
         sent = socket.send_fds(orders, [whole], [file.fileno()])
@@ -162,15 +183,33 @@ def _refusal(error: TrouperValidationError) -> ImageAnswer:
     return ImageAnswer(error.code, error.rule, error.parameter or "")
 
 
+def _processed(
+    fields: ImageFields, data: memoryview, processor: "ImageProcessor | AudioProcessor"
+) -> tuple[ProcessedImage, int]:
+    """Return the result for an image, with the number of its pixels, or for a recording, with its seconds."""
+    import numpy as np
+
+    from trouper.actors.rendering.media.audio import AudioProcessor, Waveform
+
+    if isinstance(processor, AudioProcessor):
+        given = data
+        if fields.rate is not None:
+            given = Waveform(np.frombuffer(data, np.float32), fields.rate)
+        _limit_time(RECORDING_PIXELS)
+        return processor.hear(given, fields.kwargs, fields.limit)
+    image = _image(fields, data)
+    return processor.process(image, fields.kwargs), image.width * image.height
+
+
 def _image(fields: ImageFields, data: memoryview) -> "Image.Image":
     """Return upright RGB pixels of a file, or of pixels that the caller has decoded itself."""
     from PIL import Image
 
     if fields.size is not None:
-        check_size(*fields.size, fields.max_pixels)
+        check_size(*fields.size, fields.limit)
         _limit_time(fields.size[0] * fields.size[1])
         return Image.frombytes("RGB", fields.size, data)
-    image = open_image(data, fields.max_pixels)
+    image = open_image(data, fields.limit)
     _limit_time(image.width * image.height)
     return decode(image)
 

@@ -1,4 +1,4 @@
-"""Prompts with images: find the placeholders in a text or in token ids, and put the tokens of the images in their place.  Pure.
+"""Prompts with images or recordings: find the placeholders in a text or in token ids, and put the tokens of the items there.  Pure.
 
 In a conversation the chat template writes the placeholders.  A text of a user that spells one is no placeholder, because it
 contains a boundary.  In a plain prompt the caller writes the placeholders, as with vLLM.
@@ -13,37 +13,50 @@ from trouper.actors.messages.media import MediaItem
 from trouper.actors.rendering.media.items import PlacedItem
 from trouper.actors.rendering.media.parts import MAX_UUID_CHARS, ImagePart
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.config.media import AUDIO, IMAGE, ITEMS
 from trouper.errors import UnsupportedFeatureError, invalid
 
 DATA, UUIDS = "multi_modal_data", "multi_modal_uuids"
 
 
 def images_of(prompt: Mapping[str, Any]) -> list[ImagePart]:
-    """Return the images in `multi_modal_data` of a prompt, with their `multi_modal_uuids`.
+    """Return the images or recordings in `multi_modal_data` of a prompt, with their `multi_modal_uuids`.
 
     Raises:
-        TrouperValidationError: one of the two has a wrong form.
-        UnsupportedFeatureError: it contains audio or video.
+        TrouperValidationError: one of the two has a wrong form, or there are both images and recordings.
+        UnsupportedFeatureError: it contains a video.
     """
     data, uuids = (_by_modality(prompt, name) for name in (DATA, UUIDS))
-    images, names = data.get("image", []), uuids.get("image", [])
-    if names and data.get("image") is None:
+    given = [modality for modality in ITEMS if modality in {**data, **uuids}]
+    if len(given) > 1:
+        raise invalid(DATA, "has images and audio, and no model takes both")
+    return _parts(given[0], data, uuids) if given else []
+
+
+def _parts(
+    modality: str, data: Mapping[str, list[Any]], uuids: Mapping[str, list[Any]]
+) -> list[ImagePart]:
+    images, names, what = data.get(modality, []), uuids.get(modality, []), ITEMS[modality]
+    if names and data.get(modality) is None:
         images = [None] * len(names)
     if names and len(names) != len(images):
-        rule = f"has {len(names)} of images, and {DATA} has {len(images)} images"
+        rule = f"has {len(names)} of {what}, and {DATA} has {len(images)} {what}"
         raise invalid(UUIDS, rule)
     found: list[ImagePart] = []
     image: Any
     for i, image in enumerate(images):
-        where, uuid = f"{DATA}.image[{i}]", names[i] if names else None
+        where, uuid = f"{DATA}.{modality}[{i}]", names[i] if names else None
         if uuid is not None and not (isinstance(uuid, str) and 1 <= len(uuid) <= MAX_UUID_CHARS):
             raise invalid(UUIDS, f"must be strings of 1 to {MAX_UUID_CHARS} characters", uuid)
         if image is None and uuid is None:
             raise invalid(where, "has neither data nor a uuid")
-        if isinstance(image, str | Mapping):
-            rule = "must be a PIL image, an array or the bytes of a file; for a URL use messages with a part image_url"
+        if isinstance(image, str) or (modality == IMAGE and isinstance(image, Mapping)):
+            forms = (
+                "an array, a pair (array, rate)" if modality == AUDIO else "a PIL image, an array"
+            )
+            rule = f"must be {forms} or the bytes of a file; for a URL use messages with a part {modality}_url"
             raise invalid(where, rule)
-        found.append(ImagePart(image, uuid, where))
+        found.append(ImagePart(image, uuid, where, modality))
     return found
 
 
@@ -55,13 +68,20 @@ def _by_modality(prompt: Mapping[str, Any], name: str) -> dict[str, list[Any]]:
         raise invalid(name, "must be a dict such as {'image': …}", type(given).__name__)
     found: dict[str, list[Any]] = {}
     for modality, values in cast("Mapping[Any, Any]", given).items():
-        if modality != "image":
-            rule = f"{name}: {str(modality)[:64]!r} is not supported; only images are"
+        if modality not in ITEMS:
+            rule = f"{name}: {str(modality)[:64]!r} is not supported; only image and audio are"
             raise UnsupportedFeatureError(rule, parameter=name)
         is_list = isinstance(values, list | tuple)
+        if modality == AUDIO and name == DATA:
+            is_list = isinstance(values, list) and not _is_samples(cast("list[Any]", values))
         if values is not None:
             found[modality] = list(cast("Sequence[Any]", values)) if is_list else [values]
     return found
+
+
+def _is_samples(values: list[Any]) -> bool:
+    """Return whether a list is one recording: samples, as vLLM takes them."""
+    return bool(values) and isinstance(values[0], int | float)
 
 
 def encode_with_images(
@@ -83,7 +103,7 @@ def encode_with_images(
         TrouperValidationError: there are more or fewer placeholders than images.
     """
     num_found = sum(piece.count(placeholder) for piece in pieces)
-    _check_count(num_found, len(images), repr(placeholder), writer)
+    _check_count(num_found, images, repr(placeholder), writer)
     ids: list[int] = []
     placed: list[MediaItem] = []
     segment: list[str] = []
@@ -125,7 +145,7 @@ def expand_ids(
         num_found += 1
         if image is not None:
             _put(found, placed, image)
-    _check_count(num_found, len(images), f"the token {row_token_id}", "the prompt")
+    _check_count(num_found, images, f"the token {row_token_id}", "the prompt")
     return found, tuple(placed)
 
 
@@ -134,7 +154,11 @@ def _put(ids: list[int], placed: list[MediaItem], image: PlacedItem) -> None:
     ids += image.ids
 
 
-def _check_count(num_found: int, num_images: int, placeholder: str, writer: str) -> None:
+def _check_count(
+    num_found: int, images: Sequence[PlacedItem], placeholder: str, writer: str
+) -> None:
+    num_images = len(images)
     if num_found != num_images:
-        rule = f"{writer} has {num_found} places for images ({placeholder}), and there are {num_images} images"
+        what = ITEMS[images[0].item.modality]
+        rule = f"{writer} has {num_found} places for {what} ({placeholder}), and there are {num_images} {what}"
         raise invalid("prompt", rule)

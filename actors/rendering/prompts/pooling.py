@@ -27,6 +27,7 @@ from trouper.actors.rendering.prompts.sampling import ModelLimits
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.config.checkpoint.pooler import PoolerSpec
 from trouper.config.engine_config import EngineConfig
+from trouper.config.media import modality_of
 from trouper.errors import invalid
 from trouper.pooling import PoolingParams
 
@@ -78,6 +79,7 @@ class PoolingPrompts(Prompts):
             num_token_types=config.model.hf_config.get("type_vocab_size") or 0,
             room=0,
             no_images=config.no_media,
+            modality=modality_of(config.model.source_config),
         )
         template = template_text(config.chat_template)
         return cls(tokenizer, limits, config.pooler, template, images)

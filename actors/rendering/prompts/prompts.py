@@ -53,7 +53,7 @@ from trouper.actors.rendering.prompts.sampling import (
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.config.checkpoint.files import read_text
 from trouper.config.engine_config import EngineConfig
-from trouper.config.media import no_images
+from trouper.config.media import ITEMS, modality_of, no_media
 from trouper.errors import (
     ChatTemplateResolutionError,
     ContextLengthError,
@@ -171,6 +171,7 @@ class Prompts:
             reasoning=config.reasoning,
             structured_outputs=config.structured_outputs,
             no_images=config.no_media,
+            modality=modality_of(config.model.source_config),
         )
         return cls(tokenizer, limits, template_text(config.chat_template), images)
 
@@ -225,7 +226,8 @@ class Prompts:
                 slot,
                 form.text,
                 message.options,
-                {"image": [(item.first, item.num_tokens) for item in items]} if items else None,
+                {items[0].modality: [(x.first, x.num_tokens) for x in items]} if items else None,
+                sum(item.seconds for item in items) or None,
             ),
             Admit(
                 id=message.id,
@@ -311,9 +313,12 @@ class Prompts:
         return form._replace(images=images, image_options=options)
 
     def _allowed(self, images: list[ImagePart]) -> list[ImagePart]:
-        """Refuse images if the model takes none."""
-        if images and self.images is None:
-            raise no_images(self._limits.no_images, self._limits.name, images[0].where)
+        """Refuse images or recordings if the model takes none."""
+        limits = self._limits
+        for image in images:
+            if self.images is None or image.modality != limits.modality:
+                given = limits.no_images, limits.name, image.where, limits.modality
+                raise no_media(image.modality, *given)
         return images
 
     def _with_images(self, form: Form, message: Render) -> tuple[list[int], tuple[MediaItem, ...]]:
@@ -321,9 +326,12 @@ class Prompts:
         images, options = self.images, message.options
         assert images is not None
         if form.embeds:
-            raise invalid("prompt_embeds", "not in a prompt with images")
+            raise invalid("prompt_embeds", "not in a prompt with images or recordings")
         if options.truncate_prompt_tokens is not None or options.truncation_side is not None:
-            raise invalid("truncate_prompt_tokens", "not with images, whose tokens must stay whole")
+            raise invalid(
+                "truncate_prompt_tokens",
+                "not with images or recordings, whose tokens must stay whole",
+            )
         scope = options.cache_scope + b"\0" + (form.salt or "").encode()
         given = options.mm_processor_kwargs, form.image_options
         placed = images.place(form.images, given, scope, options.key)
@@ -332,7 +340,7 @@ class Prompts:
             return expand_ids(ids, images.row_token_id, placed)
         tokenizer, pieces = self._needed_tokenizer("prompt"), form.pieces or []
         if form.writer != "the prompt":
-            pieces = [piece.replace(IMAGE_MARK, images.placeholder) for piece in pieces]
+            pieces = [piece.replace(IMAGE_MARK, images.mark) for piece in pieces]
         self._refuse_hopeless(sum(map(len, pieces)), tokenizer)
         adds = options.add_special_tokens
         ids, items = encode_with_images(
@@ -496,7 +504,7 @@ class Prompts:
             also = ", and at least one new token must fit, too" if length == limit else ""
             head = TOO_LONG.format(limit=limit, length=length)
             num = sum(item.num_tokens for item in items)
-            parts = f", {num} of them for {len(items)} images" if items else ""
+            parts = f", {num} of them for {len(items)} {ITEMS[items[0].modality]}" if items else ""
             text = f"prompt: {head} input tokens{parts}{also} (max_model_len). {SHORTER}"
             raise ContextLengthError(text, parameter="prompt", limit=limit, length=length)
 

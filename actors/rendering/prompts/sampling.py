@@ -12,7 +12,7 @@ import msgspec
 from trouper.actors.messages.requests import ReasoningRules
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.config.generation import Marks, StructuredOutputsConfig
-from trouper.config.media import NO_IMAGES
+from trouper.config.media import IMAGE, NO_IMAGES
 from trouper.errors import TrouperValidationError, invalid
 from trouper.params import SamplingParams
 
@@ -37,8 +37,10 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     sends_grammars: bool = False  # the device is in another process
     reasoning: Marks | None = None  # where the options name them
     structured_outputs: StructuredOutputsConfig = StructuredOutputsConfig()
-    # Why requests with images are refused, if they are.
+    # Why requests with images, or with what else the model takes, are refused, if they are.
     no_images: str = NO_IMAGES
+    # What the model takes besides text, if its media are not refused.
+    modality: str = IMAGE
 
 
 class ResolvedSampling(NamedTuple):

@@ -7,6 +7,7 @@ from typing import Any
 
 from trouper import __version__
 from trouper.actors.rendering.prompts.infill import marks_of
+from trouper.config.media import IMAGE
 from trouper.config.model_files import ModelFiles
 from trouper.errors import TrouperError
 from trouper.frontends.server.models.table import ModelStatus
@@ -91,7 +92,7 @@ def capabilities(service: Service) -> list[str]:
     if service.config.pooler is not None:
         return ["embedding"]
     found = ["completion"]
-    if service.config.media is not None:
+    if service.config.media is not None and service.config.media.modality == IMAGE:
         found.append("vision")
     if service.answers.tools is not None:
         found.append("tools")

@@ -61,7 +61,7 @@ class ChatRequest(Generating, kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None
 
     def put_back(self, strings: dict[str, memoryview]) -> None:
-        """Replace placeholders in parts of embeddings and images, like `CompletionRequest.put_back`."""
+        """Replace placeholders in parts of embeddings, images and recordings, like `CompletionRequest.put_back`."""
         _put_back_parts(self.messages, strings)
 
 
@@ -91,6 +91,12 @@ def _put_back_part(part: dict[str, Any], strings: dict[str, memoryview]) -> None
             part["image_url"]["url"] = strings.pop(url, url)
         case {"image_url": str(url)}:
             part["image_url"] = strings.pop(url, url)
+        case {"audio_url": {"url": str(url)}}:
+            part["audio_url"]["url"] = strings.pop(url, url)
+        case {"audio_url": str(url)}:
+            part["audio_url"] = strings.pop(url, url)
+        case {"input_audio": {"data": str(data)}}:
+            part["input_audio"]["data"] = strings.pop(data, data)
         case _:
             pass
 

@@ -81,7 +81,7 @@ def _model_card(service: Service, name: str) -> dict[str, Any]:
     if residency is None or residency.table.of_service(service).plan.config is not None:
         config = service.config
         card["max_model_len"] = config.max_model_len
-        card["modalities"] = ["text"] if config.media is None else ["text", "image"]
+        card["modalities"] = ["text"] if config.media is None else ["text", config.media.modality]
         if residency is not None:
             card["task"] = "generate" if config.pooler is None else config.pooler.task
     if residency is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from trouper import __version__
 from trouper.actors.rendering.prompts.prompts import template_text
+from trouper.config.media import AUDIO, IMAGE
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import HTTPError, unavailable
@@ -39,7 +40,10 @@ async def props(service: Service, context: RequestContext, _: None) -> None:
             "chat_template": _template(service),
             "bos_token": bos,
             "eos_token": eos,
-            "modalities": {"vision": config.media is not None, "audio": False},
+            "modalities": {
+                "vision": config.media is not None and config.media.modality == IMAGE,
+                "audio": config.media is not None and config.media.modality == AUDIO,
+            },
             "is_sleeping": service.engine.lifecycle.is_sleeping,
             "build_info": f"trouper-{__version__}",
         }

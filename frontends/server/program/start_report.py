@@ -9,7 +9,7 @@ import anyio
 from trouper.actors.executor.device import DeviceInfo
 from trouper.config.engine_config import EngineConfig
 from trouper.config.generation import describe_sampling
-from trouper.config.media import NO_IMAGES
+from trouper.config.media import ITEMS, NO_IMAGES, modality_of
 from trouper.extras import missing_features
 
 REDRAW_S = 0.25
@@ -32,7 +32,7 @@ def summarise(
         "weights": _weights(config, info),
         "device": f"{info.name}, {_workers(config)}",
         "KV cache": _kv_cache(config, info),
-        "images": _images(config),
+        _shown_media(config): _media(config),
         "sampling": _sampling(config),
         "loaded in": f"{seconds:.1f} s",
     }
@@ -42,10 +42,14 @@ def summarise(
     return lines
 
 
-def _images(config: EngineConfig) -> str:
-    """Describe how many images a request may have, or why it may have none although the model sees."""
+def _shown_media(config: EngineConfig) -> str:
+    return ITEMS[modality_of(config.model.source_config)]
+
+
+def _media(config: EngineConfig) -> str:
+    """Describe how many images or recordings a request may have, or why it may have none although the model takes them."""
     if config.media is not None:
-        return f"at most {config.media.max_images} in a request"
+        return f"at most {config.media.max_items} in a request"
     return "" if config.no_media == NO_IMAGES else f"none: {config.no_media}"
 
 
