@@ -83,6 +83,7 @@ def test_every_import_is_a_declared_dependency():
     extras = PYPROJECT["project"]["optional-dependencies"]
     shipped = list(PYPROJECT["project"]["dependencies"])
     known = (
+        "audio",
         "bench",
         "cuda",
         "gguf",
