@@ -10,7 +10,7 @@ Linear layers:
     CompressedLinear   bfloat16 in 12 bits a weight, with AVX512-BF16 (`cpu/linear/compressed.py`)
     DenseLinear        other bfloat16, and float32, with AVX2 (`cpu/linear/dense.py`)
     SplitLinear        float32 for many rows, with AMX (`cpu/linear/split_fp32.py`)
-    INTEGER_LINEARS    int8, int4 and fp4 with scales, for bfloat16, if kernels compile (`cpu/linear/integer.py`);
+    INTEGER_LINEARS    int4 to int8 and fp4 with scales, for bfloat16, if kernels compile (`cpu/linear/integer.py`);
                        otherwise the rounded weights are kept in their own dtype, which saves nothing
     OneDNNLinear       other shapes and machines (`cpu/linear/by_torch.py`)
     PlainLinear        weights that oneDNN does not pack, and GPUs, where cuBLAS multiplies
@@ -31,6 +31,7 @@ from trouper.kernels.codegen.units import LANES
 from trouper.kernels.cpu.linear.by_torch import OneDNNLinear, PlainLinear, PlainLoRA, packed_dtypes
 from trouper.kernels.cpu.linear.quantization import (
     IntegerWeight,
+    StackedWeight,
     can_pack,
     dequantized,
     quantize,
@@ -99,11 +100,18 @@ def can_be_native(config: OpsConfig) -> bool:
 
 
 def make_linear(
-    weight: Tensor | IntegerWeight,
+    weight: Tensor | IntegerWeight | StackedWeight,
     bias_O: Tensor | None = None,
     config: LinearConfig = LinearConfig(),  # noqa: B008  # immutable
 ) -> LinearMethod:
     """Choose the method for a weight, and pack the weight into its layout."""
+    if isinstance(weight, StackedWeight):
+        methods = [choose_linear(spec_of(x), this_processor(), config) for x in weight.parts]
+        if all(method.takes_integers for method in methods):
+            from trouper.kernels.cpu.linear.integer import StackedLinear
+
+            return StackedLinear.pack(weight, bias_O)
+        weight = dequantized(weight).to(weight.parts[0].dtype)
     method = choose_linear(spec_of(weight), this_processor(), config)
     if method.takes_integers:
         return method.pack(weight, bias_O)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from llvmlite import ir
 
-from trouper.kernels.codegen.features import has_bf16_dot
+from trouper.kernels.codegen.features import has_bf16_dot, has_half_conversion
 from trouper.kernels.codegen.units import LANES, Kind
 
 I16_LANES = 2 * LANES
@@ -51,13 +51,14 @@ I16, I8 = ir.IntType(16), ir.IntType(8)
 I16X32, I16X16 = ir.VectorType(I16, I16_LANES), ir.VectorType(I16, LANES)
 ELEMENTS: dict[str, Any] = {
     "bf16": BFloat16(),
+    "f16": ir.HalfType(),
     "f32": F32,
     "i64": I64,
     "i32": I32,
     "i16": I16,
     "i8": I8,
 }
-SIZES = {"bf16": 2, "f32": 4, "i64": 8, "i32": 4, "i16": 2, "i8": 1}
+SIZES = {"bf16": 2, "f16": 2, "f32": 4, "i64": 8, "i32": 4, "i16": 2, "i8": 1}
 
 
 def signed(x: int, width: int) -> int:
@@ -220,6 +221,8 @@ class Pointer:
                 self.code, self.code.builder.zext(self.of("i16")._load(index, I16X16), I32X16)
             )
             return self.code.as_f32x16(halves << 16)
+        if self.kind == "f16":
+            return self.code.from_half(self.of("i16")._load(index, I16X16))
         raw = self._load(index, ir.VectorType(ELEMENTS[self.kind], LANES))
         if self.kind in ("i16", "i8"):
             raw = self.code.builder.sext(raw, I32X16)
@@ -515,6 +518,20 @@ class CoreBuilder:
         if has_bf16_dot():
             return self.builder.fptrunc(x.ir, ir.VectorType(BFloat16(), LANES))
         return self.builder.trunc((self._rounded_bits(x) >> 16).ir, I16X16)
+
+    def from_half(self, bits: Any) -> Value:
+        """Convert sixteen half-precision numbers, given as 16-bit integers of LLVM, to float32. It is exact.
+
+        Without an instruction for it, the bits of a half become those of a float32 that is 2^112 times too small.
+        """
+        if has_half_conversion():
+            halves = self.builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES))
+            return Value(self, self.builder.fpext(halves, F32X16))
+        wide = Value(self, self.builder.zext(bits, I32X16))
+        size = (wide & 0x7FFF) << 13
+        finite = self.as_i32x16(self.as_f32x16(size) * 2.0**112)
+        number = self.select(size >= 0x7C00 << 13, size | 0x7F800000, finite)
+        return self.as_f32x16(number | (wide & 0x8000) << 16)
 
     def rounded(self, x: Value, kind: Kind) -> Value:
         """Return the sixteen floats that a store to memory of this kind and a load would give.

@@ -36,6 +36,14 @@ def has_fma() -> bool:
     return _has("fma") and (_has("avx2") or _has("avx512f"))
 
 
+def has_half_conversion() -> bool:
+    """Test whether one instruction converts half-precision numbers to float32.
+
+    Scales of many checkpoints have half precision. All processors with AVX2 have it, and all of ARM.
+    """
+    return _has("f16c") or platform.machine() not in X86
+
+
 def has_permutations() -> bool:
     """Test whether one instruction permutes the thirty-two 16-bit integers of a register.
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # The number of float32 in the register that the kernel builder assumes: one zmm, two ymm or four NEON registers.
 LANES = 16
 # The element types in memory.
-Kind = Literal["bf16", "f32", "i64", "i32", "i16", "i8"]
+Kind = Literal["bf16", "f16", "f32", "i64", "i32", "i16", "i8"]
 
 # Instructions that multiply:
 #   dots    AVX512-BF16, or two FMAs of float32 instead
@@ -107,7 +107,7 @@ def integer_unit(
         return "tiles"
     from trouper.kernels.codegen.features import has_wide_byte_dots
 
-    return "bytes" if (BITS[fmt] == 4 or has_few_rows) and has_wide_byte_dots() else "dots"
+    return "bytes" if (BITS[fmt] < 8 or has_few_rows) and has_wide_byte_dots() else "dots"
 
 
 @functools.cache

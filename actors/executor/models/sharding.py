@@ -36,7 +36,7 @@ from trouper.config.engine_config import EngineConfig
 from trouper.config.parallel import Stage, split_layers
 from trouper.errors import UnsupportedFeatureError, invalid
 from trouper.kernels.codegen.units import LANES
-from trouper.kernels.cpu.linear.quantization import IntegerWeight
+from trouper.kernels.cpu.linear.quantization import BLOCK, IntegerWeight, ScaleBlocks
 
 # Inputs that share a scale if weights are rounded to four bits.
 INT4_GROUP = 32
@@ -363,6 +363,24 @@ def part_of_integers(weight: IntegerWeight, cut: Cut, name: str) -> IntegerWeigh
         scales_OG=part_of(weight.scales_OG, groups).contiguous(),
         zeros_OG=kept(weight.zeros_OG),
         minima_OG=kept(weight.minima_OG),
+        blocks=None if weight.blocks is None else _part_of_blocks(weight.blocks, groups, cut),
+    )
+
+
+def _part_of_blocks(blocks: ScaleBlocks, groups: Cut, cut: Cut) -> ScaleBlocks | None:
+    """Return the part of scales in blocks, or None if it ends within a block: then the scales themselves are used."""
+    of_blocks = groups
+    if groups.columns is not None and cut.columns is not None:
+        if any(column % BLOCK for column in cut.columns):
+            return None
+        first, last = cut.columns
+        of_blocks = Cut(cut.rows, (first // BLOCK, last // BLOCK), cut.heads)
+    scales_OG, factors_OB, minima_OG, minimum_factors_OB = blocks
+    return ScaleBlocks(
+        part_of(scales_OG, groups).contiguous(),
+        part_of(factors_OB, of_blocks).contiguous(),
+        None if minima_OG is None else part_of(minima_OG, groups).contiguous(),
+        None if minimum_factors_OB is None else part_of(minimum_factors_OB, of_blocks).contiguous(),
     )
 
 

@@ -58,6 +58,7 @@ from trouper.kernels.codegen.units import LANES
 from trouper.kernels.cpu.linear.quantization import (
     GROUP,
     IntegerWeight,
+    StackedWeight,
     can_quantize,
     dequantized,
     quantize,
@@ -89,7 +90,9 @@ class Source(Protocol):
         """Return a tensor as a view of the file, so that processes share its pages, or None if it is stored otherwise."""
         ...
 
-    def integers(self, parameter: Parameter, dtype: torch.dtype) -> IntegerWeight | None:
+    def integers(
+        self, parameter: Parameter, dtype: torch.dtype
+    ) -> IntegerWeight | StackedWeight | None:
         """Read the parts of a quantized matrix, or return None if the checkpoint stores it as a plain tensor."""
         ...
 

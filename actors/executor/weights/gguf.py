@@ -8,7 +8,7 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +23,22 @@ from trouper.config.gguf.encoders import encoder_shapes
 from trouper.config.gguf.header import Gguf, GgufTensor, read_gguf
 from trouper.config.gguf.names import Place, family_of, hf_config, place_of
 from trouper.errors import UnsupportedFeatureError, invalid
-from trouper.kernels.cpu.linear.quantization import IntegerWeight
+from trouper.kernels.codegen.units import LANES
+from trouper.kernels.cpu.linear.quantization import IntegerWeight, ScaleBlocks, StackedWeight
+from trouper.kernels.formats import CENTRES, Format
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # The tensor with gate and up of all experts, and the names that it replaces.
 FUSED, SEPARATE = "ffn_gate_up_exps", re.compile("ffn_(gate|up)_exps")
-OF_FOUR_BITS = {"Q4_0", "Q4_1", "Q4_K", "TQ1_0", "TQ2_0"}
+# The formats of types whose values are evenly spaced. The others have eight bits.
+FORMATS: dict[str, Format] = {
+    **dict.fromkeys(("Q4_0", "Q4_1", "Q2_K", "Q3_K", "Q4_K", "TQ1_0", "TQ2_0"), "int4"),
+    **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K"), "int5"),
+    "Q6_K": "int6",
+    "MXFP4": "fp4",
+}
+# A layer of more parts of several types becomes one of eight bits, because each part is a launch.
+MAX_PARTS = 4
 FEW_ROWS = 1024  # dequantised at once: the numbers in between take some ten bytes each, and stay in a cache
 
 
@@ -127,31 +137,51 @@ class GgufCheckpoint:
     def mapped(self, name: str, dtype: torch.dtype) -> None:
         """Return None, because embeddings in GGUF files seldom have the model's dtype, so they are not shared."""
 
-    def integers(self, parameter: Parameter, dtype: torch.dtype) -> IntegerWeight | None:
-        """Read a matrix as the integers that kernels multiply with: the same numbers, in 4 bits if no part has more.
+    def integers(
+        self, parameter: Parameter, dtype: torch.dtype
+    ) -> IntegerWeight | StackedWeight | None:
+        """Read a matrix as the integers that kernels multiply with: the same numbers, in as few bits as they allow.
 
-        None where a part is plain, and beside other dtypes than bfloat16, which the kernels of integers multiply.
+        Parts of several types stay separate, except in experts, whose launches need one form, and in layers of many parts. Returns
+        None if a part is plain, or for other dtypes than bfloat16, which the kernels of integers multiply.
         """
         tensors = [self._tensor(name, shape) for name, shape in parameter.sources]
-        kinds = {tensor.type.name for tensor in tensors}
-        if dtype != torch.bfloat16 or not kinds <= READERS.keys():
+        if dtype != torch.bfloat16 or not all(t.type.name in READERS for t in tensors):
             return None
-        parts: list[Affine] = []
+        runs: list[tuple[str, list[Affine]]] = []
         for (name, shape, cut), tensor in zip(parameter.parts, tensors, strict=True):
+            kind = tensor.type.name
             for first, last in self._rows_of(cut, shape[0]):
-                part = READERS[tensor.type.name](self._files.blocks(tensor, first, last))
-                if tensor.type.name in OF_FOUR_BITS and kinds <= OF_FOUR_BITS:
-                    part = _centred(part)
+                part = READERS[kind](self._files.blocks(tensor, first, last))
                 order = self._row_order(name, shape[0], first, last, cut)
-                parts.append(part if order is None else _reordered(part, order))
-        whole = stacked(parts)
+                if order is not None:
+                    part = reordered(part, order)
+                if not runs or runs[-1][0] != kind:
+                    runs.append((kind, []))
+                runs[-1][1].append(part)
+        is_expert = self._place(parameter.sources[0][0]).expert is not None
+        heights = [sum(len(part.q_OI) for part in parts) for _, parts in runs]
+        if is_expert or len(runs) > MAX_PARTS or any(height % LANES for height in heights):
+            parts = [part for _, of_run in runs for part in of_run]
+            return self._integers_of({kind for kind, _ in runs}, parts, parameter)
+        weights = [self._integers_of({kind}, parts, parameter) for kind, parts in runs]
+        return weights[0] if len(weights) == 1 else StackedWeight(tuple(weights))
+
+    def _integers_of(
+        self, kinds: set[str], parts: Sequence[Affine], parameter: Parameter
+    ) -> IntegerWeight:
+        """Concatenate parts to one weight, of eight bits if the formats of the types differ."""
+        formats = {FORMATS.get(kind, "int8") for kind in kinds}
+        fmt = formats.pop() if len(formats) == 1 else "int8"
+        whole = stacked([centred(part, CENTRES[fmt]) for part in parts])
         if (order := self._value_columns(parameter.sources[0][0])) is not None:
             whole = _with_columns(whole, order, self._config["linear_value_head_dim"])
-        q_OI, scales_OG, minima_OG = whole
-        fmt = "int4" if kinds <= OF_FOUR_BITS else "int8"
-        if kinds == {"MXFP4"}:
-            fmt, scales_OG = "fp4", scales_OG.bfloat16()  # powers of two
-        rows = IntegerWeight(fmt, dtype, q_OI, scales_OG, None, minima_OG)
+        q_OI, scales_OG, minima_OG, blocks = whole
+        if fmt == "fp4":
+            scales_OG = scales_OG.bfloat16()  # powers of two
+        rows = IntegerWeight(
+            fmt, torch.bfloat16, q_OI, scales_OG, minima_OG=minima_OG, blocks=blocks
+        )
         columns = parameter.parts[0][2].columns  # of all parts the same
         return part_of_integers(rows, Cut(columns=columns), parameter.sources[0][0])
 
@@ -303,20 +333,24 @@ def _are_same(stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
     return found == needed
 
 
-def _centred(affine: Affine) -> Affine:
-    """Shift the integers 0 … 15 of weights with minima to -8 … 7, the range of four-bit integers."""
-    if affine.minima_OG is None:
+def centred(affine: Affine, centre: int) -> Affine:
+    """Shift integers without a sign, those of weights with minima, to the range of a format with this centre."""
+    if affine.minima_OG is None or not centre:
         return affine
-    return Affine(affine.q_OI - 8, affine.scales_OG, affine.minima_OG + 8 * affine.scales_OG)
+    minima_OG = affine.minima_OG + centre * affine.scales_OG
+    return affine._replace(q_OI=affine.q_OI - centre, minima_OG=minima_OG)
 
 
-def _reordered(affine: Affine, order: Tensor) -> Affine:
-    minima = affine.minima_OG
-    minima = None if minima is None else minima[order]
-    return Affine(affine.q_OI[order], affine.scales_OG[order], minima)
+def reordered(affine: Affine, order: Tensor) -> Affine:
+    """Return the outputs of a matrix in another order."""
+    q_OI, scales_OG, minima_OG, blocks = affine
+    if blocks is not None:
+        blocks = ScaleBlocks(*(None if x is None else x[order] for x in blocks))
+    minima_OG = None if minima_OG is None else minima_OG[order]
+    return Affine(q_OI[order], scales_OG[order], minima_OG, blocks)
 
 
-def stacked(parts: list[Affine]) -> Affine:
+def stacked(parts: Sequence[Affine]) -> Affine:
     """Concatenate the outputs of matrices, in the smallest of their group sizes.
 
     Groups are split if the matrices have different group sizes; the numbers stay the same.
@@ -326,6 +360,8 @@ def stacked(parts: list[Affine]) -> Affine:
     def finer(x: Tensor) -> Tensor:
         return x.repeat_interleave(num_groups // x.shape[1], 1)
 
+    if len(parts) == 1:
+        return parts[0]
     minima = [part.minima_OG for part in parts]
     has_minima = any(each is not None for each in minima)
     return Affine(
@@ -339,4 +375,15 @@ def stacked(parts: list[Affine]) -> Affine:
         )
         if has_minima
         else None,
+        _stacked_blocks([part.blocks for part in parts]),
     )
+
+
+def _stacked_blocks(blocks: Sequence[ScaleBlocks | None]) -> ScaleBlocks | None:
+    """Concatenate the outputs of blocks of scales. Returns None if a matrix has none, or other groups than the first."""
+    found = [each for each in blocks if each is not None]
+    forms = {(each.scales_OG.shape[1], each.minima_OG is None) for each in found}
+    if len(found) < len(blocks) or len(forms) > 1:
+        return None
+    columns = zip(*found, strict=True)
+    return ScaleBlocks(*(None if column[0] is None else torch.cat(column) for column in columns))

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.kernels.cpu.linear.quantization import E2M1
+from trouper.kernels.cpu.linear.quantization import E2M1, ScaleBlocks
 
 IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
@@ -29,6 +29,8 @@ class Affine(NamedTuple):
     q_OI: Tensor  # int8
     scales_OG: Tensor  # float32
     minima_OG: Tensor | None = None
+    # The scales and minima as the K types store them, in fewer bits.
+    blocks: ScaleBlocks | None = None
 
 
 def dequantized_affine(affine: Affine) -> Tensor:
@@ -36,15 +38,19 @@ def dequantized_affine(affine: Affine) -> Tensor:
 
     Used for tensors that no kernel can multiply in their stored form.
     """
-    q_OI, scales_OG, minima_OG = affine
+    q_OI, scales_OG, minima_OG, _ = affine
     groups = q_OI.unflatten(1, (scales_OG.shape[1], -1)).float() * scales_OG.unsqueeze(2)
     if minima_OG is not None:
         groups += minima_OG.unsqueeze(2)
     return groups.flatten(1)
 
 
+def _factors(blocks: Tensor, at: int) -> Tensor:
+    return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)
+
+
 def _half(blocks: Tensor, at: int) -> Tensor:
-    return blocks[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1).float()
+    return _factors(blocks, at).float()
 
 
 def _nibbles(bytes_: Tensor, width: int = 16) -> Tensor:
@@ -85,31 +91,52 @@ def _q8_0(blocks: Tensor) -> Affine:
     return Affine(blocks[..., 2:].contiguous().view(torch.int8).flatten(1), _half(blocks, 0))
 
 
-def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _in_blocks(
+    q_OI: Tensor,
+    scales: tuple[Tensor, Tensor],
+    minima: tuple[Tensor, Tensor] | None = None,
+) -> Affine:
+    """Return a matrix whose scales and minima are products: of a factor of each block, and an integer of each group.
+
+    Args:
+        scales: the factors [O, B] and the integers [O, B, groups of a block].
+        minima: likewise, to be subtracted.
+    """
+    of_groups = _rows(scales[1])
+    found = Affine(q_OI, _scaled(scales[0].float(), scales[1].float()))
+    if minima is None:
+        return found._replace(blocks=ScaleBlocks(of_groups, scales[0]))
+    return found._replace(
+        minima_OG=-_scaled(minima[0].float(), minima[1].float()),
+        blocks=ScaleBlocks(of_groups, scales[0], _rows(minima[1]), minima[0]),
+    )
+
+
+def _k_scales(blocks: Tensor) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Unpack the scales and minima of eight groups: six bits each in twelve bytes."""
     low, middle, high = blocks[..., 4:16].split(4, -1)
     scales = torch.cat((low & 63, (high & 15) | (low >> 2 & 48)), -1)
     minima = torch.cat((middle & 63, (high >> 4) | (middle >> 2 & 48)), -1)
-    d, d_min = _half(blocks, 0).unsqueeze(-1), _half(blocks, 2).unsqueeze(-1)
-    return (d * scales.float()).flatten(1), -(d_min * minima.float()).flatten(1)
+    return (_factors(blocks, 0), scales), (_factors(blocks, 2), minima)
 
 
 def _q4_k(blocks: Tensor) -> Affine:
-    return Affine(_rows(_nibbles(blocks[..., 16:], 32)), *_k_scales(blocks))
+    return _in_blocks(_rows(_nibbles(blocks[..., 16:], 32)), *_k_scales(blocks))
 
 
 def _q5_k(blocks: Tensor) -> Affine:
     shifts = torch.arange(8, dtype=torch.uint8).unsqueeze(-1)
     fifth = (blocks[..., 16:48].unsqueeze(-2) >> shifts & 1).flatten(-2)
-    return Affine(_rows(_nibbles(blocks[..., 48:], 32) | fifth << 4), *_k_scales(blocks))
+    q = _rows(_nibbles(blocks[..., 48:], 32) | fifth << 4)
+    return _in_blocks(q, *_k_scales(blocks))
 
 
 def _q6_k(blocks: Tensor) -> Affine:
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).unsqueeze(-1)
     high = (blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts & 3).flatten(-3)
     q = _rows(_nibbles(blocks[..., :128], 64) | high << 4) - 32
-    scales = blocks[..., 192:208].contiguous().view(torch.int8).float()
-    return Affine(q, (_half(blocks, 208).unsqueeze(-1) * scales).flatten(1))
+    scales = blocks[..., 192:208].contiguous().view(torch.int8)
+    return _in_blocks(q, (_factors(blocks, 208), scales))
 
 
 def _spread(words: Tensor, shifts: tuple[int, ...], mask: int) -> Tensor:
@@ -139,8 +166,8 @@ def _scaled(d: Tensor, factors: Tensor) -> Tensor:
 
 def _q2_k(blocks: Tensor) -> Affine:
     q, groups = _planes(blocks[..., 16:80], 32, (0, 2, 4, 6), 3), blocks[..., :16]
-    scales = _scaled(_half(blocks, 80), (groups & 15).float())
-    return Affine(_rows(q), scales, -_scaled(_half(blocks, 82), (groups >> 4).float()))
+    scales, minima = (_factors(blocks, 80), groups & 15), (_factors(blocks, 82), groups >> 4)
+    return _in_blocks(_rows(q), scales, minima)
 
 
 def _q3_k(blocks: Tensor) -> Affine:
@@ -149,8 +176,8 @@ def _q3_k(blocks: Tensor) -> Affine:
     third = _planes(blocks[..., :32], 32, tuple(range(8)), 1)
     factors = _planes(blocks[..., 96:104], 8, (0, 4), 15)
     factors = factors | _planes(blocks[..., 104:108], 4, (0, 2, 4, 6), 3) << 4
-    scales = _scaled(_half(blocks, 108), factors.float() - 32)
-    return Affine(_rows(low | third << 2) - 4, scales)
+    q = _rows(low | third << 2) - 4
+    return _in_blocks(q, (_factors(blocks, 108), factors.to(torch.int8) - 32))
 
 
 def _tq1_0(blocks: Tensor) -> Affine:

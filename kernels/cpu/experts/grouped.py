@@ -26,6 +26,7 @@ from trouper.kernels.cpu.linear.integer_bytes import BYTE_BLOCKING, ByteProduct
 from trouper.kernels.cpu.linear.integer_matmul import INTEGER_BLOCKINGS, IntegerDots
 from trouper.kernels.cpu.linear.integer_panels import KeptPanel
 from trouper.kernels.cpu.linear.products import BLOCKINGS, Block, Dots, Floats
+from trouper.kernels.cpu.linear.quantization import ScaleKind
 from trouper.kernels.formats import Format
 
 
@@ -63,16 +64,17 @@ def _rows(product: Dots, num_rows: Value, weight: Any, panel: Value, block: Bloc
 def grouped_bytes(
     code: KernelBuilder,
     fmt: Format,
-    scale_kind: Kind,
+    scale_kind: ScaleKind,
     has_zeros: bool,
-    has_minima: bool,
+    minima_kind: Kind | None,
     group: int,
 ) -> None:
     """Write the kernel with the arguments rows' q and r, divisor, W, y, T k, I / 2, O / 16, pairs of a group, order, spans."""
     x, records, divisor, weights, y, *sizes, order, spans = code.arguments(11)
     choices, none, alone = Choices(code, order, divisor), [code.i64(0)] * ADDRESSES, code.i64(1)
-    arguments = [x, records, *none, y, *sizes, alone]
-    options = fmt, scale_kind, has_zeros, has_minima, group
+    num_rows, pairs, num_panels, length = sizes
+    arguments = [x, records, *none, y, num_rows, pairs, num_panels, num_panels, length, alone]
+    options = fmt, scale_kind, has_zeros, minima_kind, group
     work = ByteProduct(code, *options, arguments)
     work.rows = choices
     for item in expert_items(code, weights, spans, work.num_panels):
@@ -92,15 +94,17 @@ def grouped_bytes(
 
 
 def grouped_integers(
-    code: KernelBuilder, fmt: Format, scale_kind: Kind, has_zeros: bool, has_minima: bool
+    code: KernelBuilder, fmt: Format, scale_kind: Kind, has_zeros: bool, minima_kind: Kind | None
 ) -> None:
     """Write the kernel with the arguments x, its stride in words, divisor, W, y, T k, I / 2, O / 16, pairs of a group, scratch,
     scratch bytes of a thread, order, spans.
     """
     x, stride, divisor, weights, y, *sizes, scratch, each, order, spans = code.arguments(13)
     choices, none, alone = Choices(code, order, divisor), [code.i64(0)] * ADDRESSES, code.i64(1)
-    arguments = [x, stride, *none, y, *sizes, alone, scratch, each]
-    work = IntegerDots(code, fmt, scale_kind, has_zeros, has_minima, arguments)
+    num_rows, pairs, num_panels, length = sizes
+    sizes = [num_rows, pairs, num_panels, num_panels, length, alone]
+    arguments = [x, stride, *none, y, *sizes, scratch, each]
+    work = IntegerDots(code, fmt, scale_kind, has_zeros, minima_kind, arguments)
     work.rows = choices
     thread = code.thread()
     shape = INTEGER_BLOCKINGS["dots", fmt]

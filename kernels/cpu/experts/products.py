@@ -115,7 +115,7 @@ class IntegerExpertProducts:
     def apply(self, x_RI: Tensor, divisor: int, routed: Routed) -> Tensor:
         first = self.linears[0]
         num_out, num_in = first.shape
-        num_groups, num_threads = first.scales.shape[1], torch.get_num_threads()
+        num_groups, num_threads = first.num_groups, torch.get_num_threads()
         y = x_RI.new_empty((len(routed.order), num_out))
         if self._is_bytes:
             rows = first.quantized_rows(x_RI)

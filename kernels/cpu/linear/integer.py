@@ -1,11 +1,15 @@
-"""y = x (s · (q - z) + m)ᵀ + b: bfloat16 times integers of 4 or 8 bits, or fp4, with a scale for each group of inputs.
+"""y = x (s · (q - z) + m)ᵀ + b: bfloat16 times integers of 4 to 8 bits, or fp4, with a scale for each group of inputs.
 
     x [T, I]                        tokens × inputs, rows may be strided
     q [O / 64, I / 8, 4, 16]        int4, fp4: words of eight inputs
+      [O / 64, I / 16, 3, 4, 16]    int6: two words of lowest four bits, then one of the other two bits of 16 inputs
+      [O / 64, I / 32, 5, 4, 16]    int5: four words of lowest four bits, then one of the fifth bit of 32 inputs
       [O / 64, I / 8, 4, 4, 16, 2]  int8: bytes of four pairs of inputs
-    s [O / 64, I / G, 4, 16]        bfloat16 or float32; G inputs of an output share a scale: a multiple of 32, or 16
+    s [O / 64, I / G, 4, 16]        bfloat16, half or float32; G inputs of an output share a scale: a multiple of 32, or 16
+      [O / 64, I / 256, N]          bytes of blocks of 256 inputs, without m: half-precision factors of scales, and of
+                                    minima; then of each group integers of scales, and of minima
     z [O / 64, I / G, 4, 16]        int4 only, optional: words of 32 - (z + 8), twice
-    m [O / 64, I / G, 4, 16]        float32, only without z, optional
+    m [O / 64, I / G, 4, 16]        float32, or half for weights without a sign; only without z, optional
     b [O]                           optional
     y [T, O]
 
@@ -15,10 +19,11 @@ stream.  With separate panels a third of each would be processed before prefetch
 Units (`units.integer_unit`):
 
     dots, tiles  integers become pairs of bfloat16, exactly, for the units of `products.py` (`integer_matmul.py`)
-    bytes        rows become integers, 8 bits for int4 and fp4 and 16 for int8, and products are exact
+    bytes        rows become integers, 16 bits for int8 and 8 for the others, and products are exact
                  (`integer_bytes.py`)
 
-On machines with tiles, weights with minima and int8 in groups use bytes or dots.
+On machines with tiles, weights with minima and int8 in groups use bytes or dots.  Only bytes support int5, int6, int4 in groups
+of 16, and scales in blocks.
 
 Law: a row's result does not depend on the number of rows.
 
@@ -27,6 +32,7 @@ Measured on two Xeon cores with AMX, O = 6144, I = 1024, weights in memory, by t
 T = 16 0.78 TFLOP/s (0.21), T = 512 1.3 (0.24); int8 T = 1 24.1 GB/s (22.7), T = 16 0.65 TFLOP/s (0.19), T = 512 2.3 (0.24).
 """
 
+from collections.abc import Sequence
 from typing import ClassVar, Self
 
 import torch
@@ -46,7 +52,10 @@ from trouper.kernels.cpu.linear.integer_rows import RECORD, gathered, quantize_r
 from trouper.kernels.cpu.linear.quantization import (
     PANELS,
     IntegerWeight,
+    PackedWeight,
+    StackedWeight,
     group_of,
+    needs_bytes,
     num_blocks,
     packed,
 )
@@ -67,32 +76,23 @@ class IntegerLinear(LinearMethod):
     def __init__(
         self,
         shape: tuple[int, int],
-        weight: Tensor,
-        scales: Tensor,
-        zeros: Tensor | None,
-        minima: Tensor | None,
+        num_groups: int,
+        unit: Unit,
+        packed: PackedWeight,
         bias_O: Tensor | None,
         order_I: Tensor | None = None,
     ) -> None:
-        self.shape, self.bias, self.order = shape, bias_O, order_I
-        self.weight, self.scales, self.zeros, self.minima = weight, scales, zeros, minima
-        has_tiles = minima is None and not (self.fmt == "int8" and scales.shape[1] > 1)
-        self.unit: Unit = units.integer_unit(
-            self.fmt, has_tiles=has_tiles, has_few_rows=self.has_few_rows
-        )
-        kind = "bf16" if scales.dtype == torch.bfloat16 else "f32"
-        self.options = (
-            self.fmt,
-            kind,
-            zeros is not None,
-            minima is not None,
-        )  # options of the kernels
-        if self.unit == "bytes":
-            self.row_group = row_group(shape[1] // scales.shape[1])
+        self.shape, self.num_groups, self.unit = shape, num_groups, unit
+        self.bias, self.order = bias_O, order_I
+        self.weight, self.scales, self.zeros, self.minima, *_ = packed
+        # Options of the kernels.
+        self.options = self.fmt, packed.scale_kind, self.zeros is not None, packed.minima_kind
+        if unit == "bytes":
+            self.row_group = row_group(shape[1] // num_groups)
             self._matmul = launch.compiled(byte_matmul, *self.options, self.row_group)
             self._quantize = launch.compiled(quantize_rows, self.fmt, self.row_group)
         else:
-            self._matmul = launch.compiled(quantized_matmul, self.unit, *self.options)
+            self._matmul = launch.compiled(quantized_matmul, unit, *self.options)
 
     @classmethod
     def pack(cls, weight: Tensor | IntegerWeight, bias_O: Tensor | None = None) -> Self:
@@ -100,11 +100,25 @@ class IntegerLinear(LinearMethod):
 
         Both then have the same layout and kernels. The format is the class's.
         """
-        if isinstance(weight, IntegerWeight):
-            num_out, num_in = weight.q_OI.shape
-            return cls((num_out, num_in), *packed(weight), bias_O, weight.order_I)
-        num_out, num_in = weight.shape
-        return cls((num_out, num_in), *_rounded(weight, cls.fmt), None, None, bias_O)
+        if not isinstance(weight, IntegerWeight):
+            num_out, num_in = weight.shape
+            num_groups = num_in // group_of(num_in, cls.fmt)
+            rounded = PackedWeight(*_rounded(weight, cls.fmt))
+            return cls((num_out, num_in), num_groups, cls._unit(num_groups), rounded, bias_O)
+        num_out, num_in = weight.q_OI.shape
+        num_groups = weight.scales_OG.shape[1]
+        has_minima = weight.minima_OG is not None or (
+            weight.zeros_OG is not None and cls.fmt == "int8"
+        )
+        is_bytes = needs_bytes(weight)
+        unit = "bytes" if is_bytes else cls._unit(num_groups, has_minima=has_minima)
+        parts = packed(weight, is_for_bytes=unit == "bytes")
+        return cls((num_out, num_in), num_groups, unit, parts, bias_O, weight.order_I)
+
+    @classmethod
+    def _unit(cls, num_groups: int, *, has_minima: bool = False) -> Unit:
+        has_tiles = not has_minima and not (cls.fmt == "int8" and num_groups > 1)
+        return units.integer_unit(cls.fmt, has_tiles=has_tiles, has_few_rows=cls.has_few_rows)
 
     @property
     def num_bytes(self) -> int:
@@ -115,14 +129,17 @@ class IntegerLinear(LinearMethod):
         if self.order is not None:
             x_TI = gathered(x_TI, self.order)
         y_TO = x_TI.new_empty((len(x_TI), self.shape[0]))
-        (self._by_bytes if self.unit == "bytes" else self._by_bf16)(x_TI, y_TO)
+        self.apply_to(x_TI, y_TO)
         return y_TO
+
+    def apply_to(self, x_TI: Tensor, y_TO: Tensor) -> None:
+        """Write the product to y, which may be some columns of a larger matrix. It ignores the order of the inputs."""
+        (self._by_bytes if self.unit == "bytes" else self._by_bf16)(x_TI, y_TO)
 
     def _by_bf16(self, x_TI: Tensor, y_TO: Tensor) -> None:
         num_rows, (num_out, num_in) = len(x_TI), self.shape
         num_threads = torch.get_num_threads()
-        num_groups = self.scales.shape[1]
-        num_sums = 0 if self.minima is None else num_groups
+        num_sums = 0 if self.minima is None else self.num_groups
         bytes_each = scratch_bytes(num_rows, num_in, self.unit, self.fmt, num_sums)
         self._matmul(
             INTEGER_BLOCKINGS[self.unit, self.fmt].num_items(num_rows, num_out, num_in),
@@ -187,12 +204,25 @@ class IntegerLinear(LinearMethod):
             len(y_TO),
             num_in // 2,
             num_out // LANES,
-            num_in // self.scales.shape[1] // 2,
+            y_TO.stride(0) // LANES,
+            num_in // self.num_groups // 2,
         )
 
 
 class Int4Linear(IntegerLinear):
     fmt: ClassVar[Format] = "int4"
+
+
+class Int5Linear(IntegerLinear):
+    """A linear layer with weights of five bits. Only GGUF files contain them."""
+
+    fmt: ClassVar[Format] = "int5"
+
+
+class Int6Linear(IntegerLinear):
+    """A linear layer with weights of six bits. Only GGUF files contain them."""
+
+    fmt: ClassVar[Format] = "int6"
 
 
 class Int8Linear(IntegerLinear):
@@ -211,7 +241,50 @@ class Fp4Linear(IntegerLinear):
     fmt: ClassVar[Format] = "fp4"
 
 
-INTEGER_LINEARS = {kind.fmt: kind for kind in (Int4Linear, Int8Linear, Fp4Linear)}
+INTEGER_LINEARS = {
+    kind.fmt: kind for kind in (Int4Linear, Int5Linear, Int6Linear, Int8Linear, Fp4Linear)
+}
+
+
+class StackedLinear(LinearMethod):
+    """Layers with the same inputs in several formats, whose outputs are concatenated.
+
+    GGUF files often have more bits for some parts of a fused layer, such as the values of an attention. Each part is one launch, which
+    writes its columns of the result.
+    """
+
+    is_recordable: ClassVar[bool] = True
+    takes_integers: ClassVar[bool] = True
+
+    def __init__(self, parts: Sequence[IntegerLinear], bias_O: Tensor | None) -> None:
+        self._parts, self.bias = parts, bias_O
+        self.shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
+
+    @classmethod
+    def pack(cls, weight: StackedWeight, bias_O: Tensor | None = None) -> Self:
+        """Pack each part for its own format, without rounding.
+
+        The parts have whole registers of outputs, and their inputs are in order.
+        """
+        parts: list[IntegerLinear] = []
+        first = 0
+        for part in weight.parts:
+            own = None if bias_O is None else bias_O[first : first + len(part.q_OI)].contiguous()
+            parts.append(INTEGER_LINEARS[part.fmt].pack(part, own))
+            first += len(part.q_OI)
+        return cls(parts, bias_O)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self._parts)
+
+    def apply(self, x_TI: Tensor) -> Tensor:
+        y_TO = x_TI.new_empty((len(x_TI), self.shape[0]))
+        first = 0
+        for part in self._parts:
+            part.apply_to(x_TI, y_TO[:, first : first + part.shape[0]])
+            first += part.shape[0]
+        return y_TO
 
 
 def _rounded(weight_OI: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:

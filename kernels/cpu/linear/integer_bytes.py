@@ -1,6 +1,6 @@
 """y = x (s · (q - z) + m)ᵀ + b with rows rounded to integers.
 
-All processors without bfloat16 instructions multiply like this, and processors with AVX-512 VNNI multiply weights of four
+All processors without bfloat16 instructions multiply like this, and processors with AVX-512 VNNI multiply weights of up to six
 bits like this: a dot product of bytes does twice as much work as one of bfloat16, and a nibble needs no lookup.
 
 Weights have the layout of `integer.py`, rows the layout of `integer_rows.py`.
@@ -10,6 +10,8 @@ to its total.  The two nibbles of a byte of weight are extracted in registers an
 
     int4  four products of nibbles and bytes of x in a lane: VNNI adds them to 32 bits, AVX2 adds pairs to 16 bits, which
           hold eight; the factor is (q + 8), and (z + 8) times the sum of x is subtracted
+    int5, int6  likewise with q + 16 and q + 32; the other bits of a number are shifted to their place in its byte; for AVX2
+                16 bits hold four products
     fp4   likewise with q + 12, from a lookup table; for AVX2 16 bits hold four
     int8  two products of 16-bit integers in a lane
 
@@ -41,9 +43,18 @@ from trouper.kernels.cpu.linear.integer_rows import (
     SCALED_SUM,
     quantize_row,
 )
+from trouper.kernels.cpu.linear.integer_scales import BlockScales, PlainScales, Scales
 from trouper.kernels.cpu.linear.products import AllRows, Block, Blocking, Rows, items_of_many
-from trouper.kernels.cpu.linear.quantization import E2M1, PANELS, STEP
-from trouper.kernels.formats import BITS, Format, integers_per_word
+from trouper.kernels.cpu.linear.quantization import (
+    BLOCK,
+    E2M1,
+    FIFTH,
+    PANELS,
+    STEP,
+    WORDS_OF_CHUNK,
+    ScaleKind,
+)
+from trouper.kernels.formats import CENTRES, Format, integers_per_word
 
 # Blocks of four rows leave registers for the weights.  Blocks of eight need more than thirty-two registers, and took 1.6
 # times as long for each row.
@@ -54,6 +65,7 @@ IN_ORDER = 5 if num_registers() == 32 else 0
 # Up to this many rows one row of steps in two is prefetched, by its first line.
 SPARSE = 3
 EIGHTS = 0x0F0F0F0F  # the low nibbles of a word
+FIRST_BITS = 0x01010101  # the lowest bit of each byte
 ONES = 0x00010001
 # Stored zeros exceed -(z + 8) by this number.
 ALL_BITS = 0x20
@@ -74,13 +86,13 @@ def _words_of_row(pairs: Any, fmt: Format, group: int) -> Any:
 def byte_matmul(
     code: KernelBuilder,
     fmt: Format,
-    scale_kind: Kind,
+    scale_kind: ScaleKind,
     has_zeros: bool,
-    has_minima: bool,
+    minima_kind: Kind | None,
     group: int,
 ) -> None:
     """Write the kernel with the arguments x, its stride in words, many rows' q and r, q, s, z or 0, m or 0, b or 0, y, T, I / 2,
-    O / 16, pairs of a group, threads, scratch, scratch bytes of a thread.
+    O / 16, the stride of y / 16, pairs of a group, threads, scratch, scratch bytes of a thread.
 
     A work item is the panels of a range of rows.  Each thread rounds few rows for itself, which takes less time than
     another launch.  Many rows are rounded before the call.
@@ -88,8 +100,8 @@ def byte_matmul(
     Args:
         group: number of inputs of x that share a scale.
     """
-    x, stride, *arguments, scratch, bytes_each = code.arguments(17)
-    work = ByteProduct(code, fmt, scale_kind, has_zeros, has_minima, group, arguments)
+    x, stride, *arguments, scratch, bytes_each = code.arguments(18)
+    work = ByteProduct(code, fmt, scale_kind, has_zeros, minima_kind, group, arguments)
     shape, num_rows, before = BYTE_BLOCKING, work.num_rows, 0
     with code.when(num_rows <= shape.most_few):
         work.round_rows(x, stride, scratch + code.thread() * bytes_each)
@@ -114,20 +126,24 @@ class ByteProduct:
         self,
         code: KernelBuilder,
         fmt: Format,
-        scale_kind: Kind,
+        scale_kind: ScaleKind,
         has_zeros: bool,
-        has_minima: bool,
+        minima_kind: Kind | None,
         group: int,
         arguments: Sequence[Value],
     ) -> None:
         x, records, q, s, z, m, bias, y, *sizes = arguments
-        self.num_rows, self._pairs, self.num_panels, self._length, self.num_threads = sizes
+        self.num_rows, self._pairs, self.num_panels, self._y_panels, *sizes = sizes
+        self._length, self.num_threads = sizes
         # A call with few rows takes runs of work items; see `PanelStream`.
         self.num_between = code.i64(0)
         self._code, self._group = code, group // 2
         self._fmt: Format = fmt
-        self._kind: Kind = scale_kind
-        self._has_zeros, self._has_minima = has_zeros, has_minima
+        # Words of four bits in a chunk, which a word of other bits follows if there are several.
+        self._chunk = WORDS_OF_CHUNK.get(fmt, 1)
+        self._kind: ScaleKind = scale_kind
+        self._has_zeros = has_zeros
+        self._minima_kind: Kind | None = minima_kind
         self.take_rows(x, records)
         self._y = code.pointer(y, "bf16")
         self.rows: Rows = AllRows(code, self.num_rows)
@@ -136,10 +152,13 @@ class ByteProduct:
     def take_weight(self, q: Value, s: Value, z: Value, m: Value, bias: Value) -> None:
         """Use the weight at these addresses from now on."""
         code = self._code
-        self._q, self._scales = code.pointer(q, "i32"), code.pointer(s, self._kind)
+        kind: Kind = "i8" if self._kind == "blocks" else self._kind
+        self._q, self._scales = code.pointer(q, "i32"), code.pointer(s, kind)
         self._bias = bias
         self._zeros = code.pointer(z, "i32") if self._has_zeros else None
-        self._minima = code.pointer(m, "f32") if self._has_minima else None
+        self._minima = None
+        if self._minima_kind is not None and self._kind != "blocks":
+            self._minima = code.pointer(m, self._minima_kind)
 
     def take_rows(self, x: Value, records: Value) -> None:
         """Use the rounded rows at these addresses from now on.
@@ -166,36 +185,45 @@ class ByteProduct:
 
     def block(self, first_panel: Value, first_row: Value, rows: int) -> None:
         """Compute four panels of a block of rows.  Indices beyond the last row or panel repeat the last one."""
-        code, num_groups = self._code, self._pairs // self._length
+        code = self._code
         at_panel = [code.minimum(first_panel + p, self.num_panels - 1) for p in range(PANELS)]
         at_row = [self.rows.row(first_row + r) for r in range(rows)]
         x_rows = [self.rows.x_row(row) for row in at_row]
         per_row = self._pairs // (integers_per_word(self._fmt) // 2)
         xs = [self._x + r * per_row for r in x_rows]
         records = [self._records + r * (self._pairs // self._group * RECORD) for r in x_rows]
-        weights = [self._stream(self._q, p, self._words, self._pairs // STEP) for p in at_panel]
-        scales = [self._stream(self._scales, p, LANES, num_groups) for p in at_panel]
-        zeros = [self._stream(self._zeros, p, LANES, num_groups) for p in at_panel if self._zeros]
-        minima = [
-            self._stream(self._minima, p, LANES, num_groups) for p in at_panel if self._minima
-        ]
+        num_words = self._pairs // STEP
+        if self._chunk > 1:
+            num_words = num_words // self._chunk * (self._chunk + 1)
+        weights = [self._stream(self._q, p, self._words, num_words) for p in at_panel]
+        # A span is a group of the weights, or a block of their scales.
+        length = BLOCK // 2 if self._kind == "blocks" else self._length
+        num_spans, per_span = self._pairs // length, length // self._group
+        scales = [self._scales_of(p, num_spans) for p in at_panel]
+        zeros = [self._stream(self._zeros, p, LANES, num_spans) for p in at_panel if self._zeros]
         totals = [[code.var(code.f32x16(0.0)) for _ in range(rows)] for _ in at_panel]
-        per_group = self._length // self._group
         parts = [range(PANELS)] if rows <= IN_ORDER else [(p,) for p in range(PANELS)]
-        for g in code.loop(0, num_groups):
-            for stream in (*scales, *zeros, *minima):
-                stream.enter(g)
-            for k in code.loop(g * per_group, (g + 1) * per_group):
+        for g in code.loop(0, num_spans):
+            for each in (*scales, *zeros):
+                each.enter(g)
+            for k in code.loop(g * per_span, (g + 1) * per_span):
                 own = [record + k * RECORD for record in records]
                 for part in parts:
                     zero = [zeros[p].at(g).load() for p in part if zeros]
                     sums = self._sums([weights[p] for p in part], xs, own, k, zero)
                     for p, of_panel in zip(part, sums, strict=True):
-                        scale = scales[p].at(g).load()
-                        least = minima[p].at(g).load() if minima else None
-                        self._add_group(totals[p], of_panel, own, scale, least)
+                        self._add_group(totals[p], of_panel, own, *scales[p].at(g, k))
         for panel, of_panel in zip(at_panel, totals, strict=True):
             self._finish(of_panel, panel, at_row)
+
+    def _scales_of(self, panel: Value, num_spans: Value) -> Scales:
+        centre = CENTRES[self._fmt]
+        if self._kind == "blocks":
+            arguments = self._code, self._scales, panel, num_spans, 2 * self._group, centre
+            return BlockScales(*arguments, has_minima=self._minima_kind is not None)
+        minima = self._minima and self._stream(self._minima, panel, LANES, num_spans)
+        scales = self._stream(self._scales, panel, LANES, num_spans)
+        return PlainScales(self._code, scales, minima, self._minima_kind, centre)
 
     def _add_group(
         self,
@@ -216,7 +244,8 @@ class ByteProduct:
 
     @property
     def _words(self) -> int:
-        return LANES * BITS[self._fmt] // 4
+        """Words of a panel before the next panel."""
+        return LANES * 2 if self._fmt == "int8" else LANES
 
     def _stream(self, start: Pointer, panel: Value, length: int, count: Value) -> PanelStream:
         return PanelStream(start, panel, length, count, self.num_between)
@@ -247,14 +276,8 @@ class ByteProduct:
             [code.var(code.i16x32(0) if is_narrow else start) for start in of_panel]
             for of_panel in starts
         ]
-        for number, step in self._steps(group, len(xs)):
-            x = [[code.i32x16(row[step * 2 + i]) for i in range(2)] for row in xs]
-            for p, weight in enumerate(weights):
-                self._ask(weight, step, p, number, len(xs))
-                word = weight.at(step).load()
-                halves = [self._unsigned((word >> 4 * i if i else word) & EIGHTS) for i in range(2)]
-                for total, own in zip(sums[p], x, strict=True):
-                    self._add(total, halves, own)
+        for number, chunk in self._chunks(group, len(xs)):
+            self._add_chunk(sums, weights, xs, number, chunk)
         if not is_narrow:
             return [[Value(code, total.ir) for total in of_panel] for of_panel in sums]
         ones = code.i32x16(ONES)
@@ -263,13 +286,56 @@ class ByteProduct:
             for of_panel in zip(sums, starts, strict=True)
         ]
 
+    def _add_chunk(
+        self,
+        sums: Sequence[Sequence[Var]],
+        weights: Sequence[PanelStream],
+        xs: Sequence[Pointer],
+        number: int,
+        chunk: Value,
+    ) -> None:
+        """Add the products of a chunk of words and the rows to the sums of each panel and row.
+
+        Args:
+            number: the chunk's number in its group, if chunks are unrolled.
+        """
+        code, num_words = self._code, self._chunk
+        stored = num_words + (num_words > 1)
+        first = chunk * stored
+        for j in range(stored):
+            for p, weight in enumerate(weights):
+                self._ask(weight, first, p, number * stored + j, len(xs), more=j)
+        others = [weight.at(first, num_words).load() for weight in weights if num_words > 1]
+        for j in range(num_words):
+            x = [
+                [code.i32x16(row[(chunk * num_words + j) * 2 + i]) for i in range(2)] for row in xs
+            ]
+            for p, weight in enumerate(weights):
+                word = weight.at(first, j).load()
+                halves = [(word >> 4 * i if i else word) & EIGHTS for i in range(2)]
+                if others:
+                    halves = [
+                        half | self._other_bits(others[p], 2 * j + i)
+                        for i, half in enumerate(halves)
+                    ]
+                halves = [self._unsigned(half) for half in halves]
+                for total, own in zip(sums[p], x, strict=True):
+                    self._add(total, halves, own)
+
+    def _other_bits(self, word: Value, field: int) -> Value:
+        """Return the bits of a field of each byte, moved to the fifth bit of the byte."""
+        width = FIFTH // self._chunk
+        shift = FIFTH - width * field
+        moved = word << shift if shift > 0 else word >> -shift
+        return moved & (((1 << width) - 1) << FIFTH) * FIRST_BITS
+
     def _sums_of_words(
         self, weights: Sequence[PanelStream], xs: Sequence[Pointer], group: Value
     ) -> list[list[Value]]:
         """Return the sums of int8, by products of 16-bit integers."""
         code = self._code
         sums = [[code.var(code.i32x16(0)) for _ in xs] for _ in weights]
-        for number, step in self._steps(group, len(xs)):
+        for number, step in self._chunks(group, len(xs)):
             for p, weight in enumerate(weights):
                 self._ask(weight, step, p, number, len(xs))
                 place = weight.at(step).of("i8")
@@ -280,30 +346,33 @@ class ByteProduct:
                         total.set(code.word_dot(total, pairs, x))
         return [[Value(code, total.ir) for total in of_panel] for of_panel in sums]
 
-    def _ask(self, weight: PanelStream, step: Value, place: int, number: int, rows: int) -> None:
-        """Prefetch a later step of a panel.
+    def _ask(
+        self, weight: PanelStream, word: Value, place: int, number: int, rows: int, *, more: int = 0
+    ) -> None:
+        """Prefetch a later word of a panel.
 
         Args:
             place: which of the panels that are read together this is.
-            number: the step's number in its group, if the steps are unrolled.
+            number: the word's number in its group, if the words are unrolled.
+            more: what is added to `word`.
         """
         is_sparse = rows <= min(SPARSE, IN_ORDER)
         if not is_sparse or (place == 0 and number % 2 == 0):
-            weight.ask(step, AHEAD)
+            weight.ask(word, AHEAD, more)
 
     def _unsigned(self, nibbles: Value) -> Value:
         """Return the unsigned bytes to multiply: the weights plus the constant that makes the smallest one 0."""
-        if self._fmt == "int4":
+        if self._fmt != "fp4":
             return nibbles
         return self._code.lookup_bytes([x - min(E2M1) for x in E2M1], nibbles)
 
-    def _steps(self, group: Value, rows: int) -> Iterator[tuple[int, Value]]:
-        """Yield the steps of a group of x with their numbers, unrolled for one row and for panels read in order."""
-        steps = self._group // STEP
-        first = group * steps
-        if rows <= max(IN_ORDER, 1):
-            return ((number, first + number) for number in range(steps))
-        return ((0, step) for step in self._code.loop(first, first + steps))
+    def _chunks(self, group: Value, rows: int) -> Iterator[tuple[int, Value]]:
+        """Yield the chunks of a group of x with their numbers, unrolled for one row and for panels read in order."""
+        chunks = self._group // STEP // self._chunk
+        first = group * chunks
+        if rows <= max(IN_ORDER, 1) or chunks == 1:
+            return ((number, first + number) for number in range(chunks))
+        return ((0, chunk) for chunk in self._code.loop(first, first + chunks))
 
     def _add(self, total: Var, halves: Sequence[Value], xs: Sequence[Value]) -> None:
         """Add the products of one step."""
@@ -319,12 +388,13 @@ class ByteProduct:
             total.set(total + code.word_pairs(first + second, code.i32x16(ONES)))
 
     def _correction(self, record: Pointer, zero: Value | None) -> Value:
-        """Return the correction for the constant in the bytes, times x: 8, or 8 + z, or 12 for fp4."""
+        """Return the correction for the constant in the bytes, times x: the centre, or 8 + z, or 12 for fp4."""
         code = self._code
         if self._fmt == "fp4":
             return code.i32x16((record[MINUS_EIGHT_SUMS] * 3) >> 1)
         if zero is None:
-            return code.i32x16(record[MINUS_EIGHT_SUMS])
+            times = CENTRES[self._fmt] // 8
+            return code.i32x16(record[MINUS_EIGHT_SUMS] * times)
         own = code.as_i32x16(code.as_i16x32(zero) - ALL_BITS)
         return code.word_pairs(own, code.i32x16(record[LOW_SUM]))
 
@@ -335,4 +405,4 @@ class ByteProduct:
             for total in totals:
                 total.set(total + own)
         for row, total in zip(at_row, totals, strict=True):
-            self._y.store((row * self.num_panels + panel) * LANES, total)
+            self._y.store((row * self._y_panels + panel) * LANES, total)

@@ -76,15 +76,15 @@ def quantized_matmul(
     fmt: Format,
     scale_kind: Kind,
     has_zeros: bool,
-    has_minima: bool = False,
+    minima_kind: Kind | None = None,
 ) -> None:
-    """Write the kernel with the arguments x, its stride in words, q, s, z or 0, m or 0, b or 0, y, T, I / 2, O / 16, pairs of a
-    group, threads, scratch, scratch bytes of a thread.
+    """Write the kernel with the arguments x, its stride in words, q, s, z or 0, m or 0, b or 0, y, T, I / 2, O / 16, the stride of
+    y / 16, pairs of a group, threads, scratch, scratch bytes of a thread.
 
     A work item is the panels of a block of rows.
     """
     kind = IntegerDots if unit == "dots" else _Tiles
-    work = kind(code, fmt, scale_kind, has_zeros, has_minima, code.arguments(15))
+    work = kind(code, fmt, scale_kind, has_zeros, minima_kind, code.arguments(16))
     shape, num_rows, before = INTEGER_BLOCKINGS[unit, fmt], work.num_rows, 0
     with work.begun():
         for block in shape.few:
@@ -113,19 +113,21 @@ class _Work(ABC):
         fmt: Format,
         scale_kind: Kind,
         has_zeros: bool,
-        has_minima: bool,
+        minima_kind: Kind | None,
         arguments: Sequence[Value],
     ) -> None:
         x, stride, q, s, z, m, bias, y, *sizes, scratch, bytes_each = arguments
         self.addresses = x, stride, bias, y
-        self.num_rows, self.pairs, self.num_panels, self.length, self.num_threads = sizes
+        self.num_rows, self.pairs, self.num_panels, self.y_panels, *sizes = sizes
+        self.length, self.num_threads = sizes
         # A call with few rows takes runs of work items; see `PanelStream`.
         self.num_between = code.i64(0)
         self.num_groups = self.pairs // self.length
         self.code = code
         self.fmt: Format = fmt
         self._kind: Kind = scale_kind
-        self._has_zeros, self._has_minima = has_zeros, has_minima
+        self._has_zeros = has_zeros
+        self._minima_kind: Kind | None = minima_kind
         self._scratch, self._bytes_each = scratch, bytes_each
         self.take_weight(q, s, z, m, bias)
 
@@ -134,7 +136,7 @@ class _Work(ABC):
         code = self.code
         self.q, self.scales, self.bias = code.pointer(q, "i8"), code.pointer(s, self._kind), bias
         self.zeros = code.pointer(z, "i32") if self._has_zeros else None
-        self.minima = code.pointer(m, "f32") if self._has_minima else None
+        self.minima = code.pointer(m, self._minima_kind) if self._minima_kind else None
 
     def scratch_of(self, thread: Value) -> Pointer:
         return self.code.pointer(self._scratch + thread * self._bytes_each, "i32")
@@ -304,7 +306,7 @@ class IntegerDots(_Work):
             for total in totals:
                 total.set(total + own)
         for row, total in zip(at_row, totals, strict=True):
-            self._y.store((row * self.num_panels + panel) * LANES, total)
+            self._y.store((row * self.y_panels + panel) * LANES, total)
 
 
 class _Tiles(_Work):
@@ -318,7 +320,7 @@ class _Tiles(_Work):
         super().__init__(*arguments)
         code = self.code
         sizes = self.num_rows, self.pairs, self.num_panels
-        self._product = Tiles(code, "none", *self.addresses, self.num_panels * LANES, *sizes)
+        self._product = Tiles(code, "none", *self.addresses, self.y_panels * LANES, *sizes)
         self._rooms = [ChunkPanel(code.array("i32", CHUNK * TILE * LANES)) for _ in range(PANELS)]
         self._parts = code.array("f32", CHUNK * TILE * LANES)
         self._totals = code.array("f32", PANELS * TILE * LANES)

@@ -9,6 +9,8 @@ from trouper.kernels.cpu.linear.quantization import (
     E2M1,
     GROUP,
     IntegerWeight,
+    ScaleBlocks,
+    StackedWeight,
     can_quantize,
     dequantized,
     packed,
@@ -85,7 +87,7 @@ def test_rounding_is_as_fine_as_the_bits_allow(fmt):
 def test_every_integer_has_its_place():
     q = torch.randint(-8, 8, (80, 64), dtype=torch.int8)
     scales, zeros = torch.rand(80, 2), torch.randint(-8, 9, (80, 2), dtype=torch.int8)
-    words, _, packed_zeros, _ = packed(IntegerWeight("int4", torch.bfloat16, q, scales, zeros))
+    words, _, packed_zeros, *_ = packed(IntegerWeight("int4", torch.bfloat16, q, scales, zeros))
     bytes_, packed_scales, *_ = packed(IntegerWeight("int8", torch.bfloat16, q, scales))
     assert words.shape == (2, 8, 4, 16)
     assert bytes_.shape == (2, 8, 4, 4, 16, 2)
@@ -216,6 +218,99 @@ def test_zeros_and_columns_in_another_order(fmt):
     layer = make_linear(integers)
     assert type(layer) is {"int4": Int4Linear, "int8": Int8Linear}[fmt]
     check_product(layer, integers)
+
+
+LIMITS = {"int4": 8, "int5": 16, "int6": 32}
+
+
+def weight_in_blocks(fmt, group, *, has_minima, shape=(112, 768)):
+    """Integers whose scales are those of a GGUF file's K types."""
+    high, groups = LIMITS[fmt], (shape[0], shape[1] // group)
+    low = 0 if has_minima else -128
+    factors = [(torch.randn(shape[0], shape[1] // 256) / high / 50).half() for _ in range(2)]
+    integers = [torch.randint(low, 64, groups, dtype=torch.int8) for _ in range(2)]
+    each = [
+        f.float().repeat_interleave(256 // group, 1) * i
+        for f, i in zip(factors, integers, strict=True)
+    ]
+    return IntegerWeight(
+        fmt,
+        torch.bfloat16,
+        torch.randint(-high, high, shape, dtype=torch.int8),
+        each[0],
+        minima_OG=high * each[0] - each[1] if has_minima else None,
+        blocks=ScaleBlocks(
+            integers[0],
+            factors[0],
+            integers[1] if has_minima else None,
+            factors[1] if has_minima else None,
+        ),
+    )
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("fmt", "group", "has_minima", "num_bytes"),
+    [
+        ("int4", 32, True, 0.579),
+        ("int4", 16, True, 0.641),
+        ("int4", 16, False, 0.571),
+        ("int5", 32, True, 0.704),
+        ("int6", 16, False, 0.821),
+    ],
+)
+def test_blocks_of_scales_give_bits_of_plain_ones(fmt, group, has_minima, num_bytes):
+    torch.manual_seed(0)
+    integers = weight_in_blocks(fmt, group, has_minima=has_minima)
+    integers.q_OI[0], integers.q_OI[1] = LIMITS[fmt] - 1, -LIMITS[fmt]  # the largest sums
+    layer = make_linear(integers)
+    assert layer.num_bytes <= num_bytes * 128 * 768
+    check_product(layer, integers)
+    x = torch.randn(5, 768).bfloat16()
+    plain = make_linear(integers._replace(blocks=None))
+    if plain.unit == "bytes":
+        assert torch.equal(layer.apply(x), plain.apply(x))
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("fmt", "has_minima"), [("int4", True), ("int5", False), ("int5", True), ("int8", False)]
+)
+def test_half_scales_stay_half(fmt, has_minima):
+    torch.manual_seed(0)
+    shape, high = (112, 384), LIMITS.get(fmt, 128)
+    scales = (torch.randn(112, 12) / high).half().float()
+    minima = torch.randn(112, 12).half().float() + high * scales if has_minima else None
+    integers = IntegerWeight(
+        fmt,
+        torch.bfloat16,
+        torch.randint(-high, high, shape, dtype=torch.int8),
+        scales,
+        None,
+        minima,
+    )
+    layer = make_linear(integers)
+    assert layer.scales.dtype == torch.float16
+    assert layer.unit != "bytes" or not has_minima or layer.minima.dtype == torch.float16
+    check_product(layer, integers)
+
+
+@needs_native
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_parts_in_several_formats_are_columns_of_one_product(has_bias):
+    torch.manual_seed(0)
+    parts = (
+        weight_in_blocks("int4", 32, has_minima=True),
+        weight_in_blocks("int6", 16, has_minima=False, shape=(48, 768)),
+        quantize(torch.randn(32, 768).bfloat16(), "int8"),
+    )
+    bias = torch.randn(192).bfloat16() if has_bias else None
+    layer, x = make_linear(StackedWeight(parts), bias), torch.randn(19, 768).bfloat16()
+    biases = [None] * 3 if bias is None else bias.split([112, 48, 32])
+    alone = [make_linear(part, own) for part, own in zip(parts, biases, strict=True)]
+    assert layer.shape == (192, 768)
+    assert layer.num_bytes == sum(part.num_bytes for part in alone)
+    assert torch.equal(layer.apply(x), torch.cat([part.apply(x) for part in alone], 1))
 
 
 def test_unsupported_groups_become_plain_weights():
