@@ -8,8 +8,9 @@ the formulas.
 Laws:
   * The state behind a token, and its output, have the same bits however the tokens are divided into steps, and whatever
     other sequences a step contains.
-  * Only the rows of a step's entries are read or written.  A row at position 0 is not read.
+  * Only the rows of a step's entries and saves are read or written.  A row at position 0 is not read.
   * Drafts do not change a state.  Their outputs have the bits that they would have without being drafts.
+  * A state that is saved inside a chunk has the bits that it would have if the chunk ended there.
 """
 
 import torch

@@ -111,8 +111,9 @@ class StepPlan(msgspec.Struct, frozen=True):
     # The most tokens by which drafts in flight may move each entry beyond `num_computed_tokens`.  Only the device knows the exact
     # number, and begins there.  Their KV blocks are allocated.  Empty means no drafts in flight.
     num_unknown_tokens: tuple[int, ...] = ()
-    # Slots whose recurrent states are copied behind this step, and the rows to which they are copied.
-    saves: tuple[tuple[int, int], ...] = ()
+    # Slots whose recurrent states are copied, the rows to which they are copied, and the position of each copied state: inside the tokens
+    # that this step computes, or behind them.
+    saves: tuple[tuple[int, int, int], ...] = ()
     # Slots whose images are encoded before this step, in order, and the seconds that this may take.  These slots need no entry in the step.
     encodes: tuple[int, ...] = ()
     encode_s: float = 0.0

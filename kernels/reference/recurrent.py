@@ -24,10 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 L2_EPS = 1e-6
+# Behind every token of any step.
+NEVER = 2**62
+# The saves of a step without any.
+NO_SAVES = np.array([[NEVER, -1]])
 
 
 class Entries(NamedTuple):
-    """The sequences of a step: int64 tensors [C], which kernels read by address.
+    """The sequences of a step: int64 tensors [C] and `saves`, which kernels read by address.
 
     An entry with a negative row is padding: nothing is read or written for it.  An entry that starts at position 0
     begins with a state of zeros, whatever its row contains.
@@ -39,10 +43,13 @@ class Entries(NamedTuple):
     starts: Tensor  # the position of the first token
     settled: Tensor  # the tokens before the drafts; at least one
     keeps: Tensor  # where `keep_drafts` puts the entry's first draft
+    # [S + 1, 2]: states are copied to another row behind settled tokens of the step.  Each pair is the number of the next token and the
+    # row.  They are in the order of the tokens, and the last pair is `NEVER` and -1.
+    saves: Tensor = torch.tensor([[NEVER, -1]])
 
     @classmethod
     def of(cls, *arrays: np.ndarray) -> "Entries":
-        """Return the six arrays of numpy as tensors in the same memory."""
+        """Return the seven arrays of numpy as tensors in the same memory."""
         from_numpy = cast("Callable[[np.ndarray], Tensor]", cast("Any", torch).from_numpy)
         return cls(*map(from_numpy, arrays))
 
@@ -60,12 +67,16 @@ def turns(entries: Entries, state: Tensor) -> Iterator[TokenTurn]:
 
     The caller updates `state` before it asks for the next turn. At the end, rows with drafts have the state before these again.
     """
-    firsts, counts, rows, starts, settled, _ = (x.to("cpu") for x in entries)
-    used = rows >= 0
+    firsts, counts, rows, starts, settled, _, saves = (x.to("cpu") for x in entries)
+    used, saved = rows >= 0, dict(cast("list[tuple[int, int]]", saves.tolist()))
     before_drafts: list[tuple[Tensor, Tensor]] = []
     for i in range(int(counts[used].max()) if used.any() else 0):
         now = used & (counts > i)
-        yield TokenTurn(firsts[now] + i, rows[now], starts[now] + i == 0)
+        tokens = firsts[now] + i
+        yield TokenTurn(tokens, rows[now], starts[now] + i == 0)
+        for token, row in zip(tokens.tolist(), rows[now].tolist(), strict=True):
+            if token + 1 in saved:
+                state[saved[token + 1]] = state[row]
         ends = rows[now & (settled == i + 1) & (counts > settled)]
         before_drafts.append((ends, state[ends]))
     for ends, kept in before_drafts:
@@ -75,7 +86,9 @@ def turns(entries: Entries, state: Tensor) -> Iterator[TokenTurn]:
 def keep_drafts(x_TX: Tensor, kept_DX: Tensor, entries: Entries) -> None:
     """Copy the rows of drafts to another tensor; see `RecurrentOps.keep_drafts`."""
     x_TX = x_TX.narrow(1, 0, kept_DX.shape[1])
-    for first, count, row, _, settled, keep in zip(*(x.tolist() for x in entries), strict=True):
+    for first, count, row, _, settled, keep in zip(
+        *(x.tolist() for x in entries[:-1]), strict=True
+    ):
         if row >= 0:
             kept_DX[keep : keep + count - settled] = x_TX[first + settled : first + count]
 

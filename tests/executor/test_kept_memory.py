@@ -58,7 +58,7 @@ def test_tensor_without_elements_needs_no_memory(file):
 def test_snapshots_of_states_are_found_again(file):
     pool = StatePool(SPECS, 4, torch.float32, opened(file))
     pool.fill(0, 2.0)
-    pool.finish([0], [16], saves=[(0, 3)])
+    pool.finish([0], [16], saves=[(0, 3, 16)])
     again = StatePool(SPECS, 4, torch.float32, opened(file))
     again.spoil([0, 1])
     assert again.positions.tolist() == [NOTHING, NOTHING, 0, 16]

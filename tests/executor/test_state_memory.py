@@ -46,9 +46,19 @@ def test_copy_takes_states_and_position_of_one_row():
         for view in filter(lambda view: view is not None, mixer[:2]):
             view.copy_(torch.arange(4.0).view(4, *[1] * (view.dim() - 1)).expand_as(view))
     states.begin(rows(1), rows(0))
-    states.finish(rows(1), rows(16), saves=((1, 3),))
+    states.finish(rows(1), rows(16), saves=((1, 3, 16),))
     assert states.positions.tolist() == [NOTHING, 16, NOTHING, 16]
     assert states.mixers[2, 1].matrix[:, 0].tolist() == [0, 1, 2, 1]
+
+
+def test_states_saved_inside_a_pass_have_their_position():
+    states = pool()
+    states.positions[3] = 8
+    saves = (1, 2, 9), (1, 3, 16), (0, 0, 40)
+    states.begin(rows(1), rows(0), saves)
+    assert states.positions.tolist() == [NOTHING] * 4
+    states.finish(rows(1), rows(16), saves)
+    assert states.positions.tolist() == [NOTHING, 16, 9, 16]
 
 
 @pytest.mark.parametrize(("position", "start"), [(40, 32), (32, 40), (NOTHING, 1)])

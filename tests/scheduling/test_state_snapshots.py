@@ -47,11 +47,14 @@ class HashedDevice:
     def __init__(self, block_size):
         self.block_size = block_size
         self.rows, self.keys, self.slots, self.ends = {}, {}, {}, {}
+        # The states inside the last step, by slot and position.
+        self.passed = {}
         self.refused_epoch = -1
 
     def run(self, plan, *, fails=False, poisoned=()):
         if plan.epoch == self.refused_epoch:
             raise StepError
+        self.passed = {}
         for new in plan.new_sequences:
             self.slots[new.request_slot] = [new.sequence, list(new.token_ids), [*new.block_ids]]
             if new.state_row >= 0:
@@ -83,8 +86,8 @@ class HashedDevice:
         )
 
     def _save(self, plan):
-        for slot, row in plan.saves:
-            self.rows[row] = self.rows[slot]
+        for slot, row, position in plan.saves:
+            self.rows[row] = self.passed[slot, position]
 
     def _compute(self, slot, start, count, num_sampled):
         _, tokens, table = self.slots[slot]
@@ -92,6 +95,7 @@ class HashedDevice:
         for position in range(start, start + count):
             state = digest(state, tokens[position])
             self.keys[self._place(table, position)] = state
+            self.passed[slot, position + 1] = state
         self.rows[slot] = state
         self.ends[slot] = start + count
         return (self._sample(slot, start + count),) if num_sampled else ()
@@ -315,8 +319,7 @@ def trace(world, prompt, n=1):
         for slot, start, count in zip(*columns, strict=True):
             if start < len(prompt):
                 chunks.append((start, start + count))
-            if slot in dict(plan.saves):
-                saved.append(start + count)
+            saved += [position for other, _, position in plan.saves if other == slot]
     return id, chunks, saved
 
 
@@ -334,11 +337,11 @@ def test_worked_case_of_a_shared_prompt():
     world = cases_world()
     first = tokens(1, 93)
     id, *found = trace(world, first)
-    assert found == [[(0, 48), (48, 80), (80, 93)], [80]]
+    assert found == [[(0, 48), (48, 93)], [80]]
     assert trace(world, first)[1:] == ([(80, 93)], [])
     # Others have computed the keys of 64 tokens, but there is no state.
     assert trace(world, first[:70] + tokens(2, 30))[1:] == (
-        [(0, 48), (48, 64), (64, 96), (96, 100)],
+        [(0, 48), (48, 96), (96, 100)],
         [64, 96],
     )
     assert trace(world, first[:70] + tokens(3, 41))[1][0][0] == 64
@@ -350,8 +353,8 @@ def test_worked_case_of_a_shared_prompt():
 def test_siblings_begin_with_the_state_before_last_prompt_token():
     world = cases_world()
     _, chunks, saved = trace(world, tokens(5, 45), n=4)
-    assert chunks == [(0, 32), (32, 44), (44, 45), *[(44, 45)] * 3]
-    assert saved == [32, 44]
+    assert chunks == [(0, 45), *[(44, 45)] * 3]
+    assert sorted(saved) == [32, 44]
 
 
 def test_second_prompt_finds_nine_tenths_of_what_it_shares():
@@ -375,13 +378,23 @@ def test_guesses_displace_guesses_only():
     assert rows.find([b"a"])[0] == 0
 
 
+def test_guesses_of_a_chunk_leave_half_of_the_rows():
+    world = World(3, block_size=4, budget=400, num_blocks=200, num_rows=6, spacing=8)
+    prompt = tokens(3, 199)
+    _, chunks, saved = trace(world, prompt)
+    assert chunks == [(0, 199)]
+    # The answer reaches the next boundary.
+    assert saved == [196, 8, 16, 204]
+    assert trace(world, prompt)[1] == [(196, 199)]
+
+
 def test_drafts_miss_no_snapshot_of_an_answer():
     world = World(0, block_size=16, budget=48, num_blocks=60, drafts=3)
     world.states._interval = 64
     saved, right = [], world.device._save
 
     def save(plan):
-        saved.extend(world.device.ends[slot] for slot, _ in plan.saves)
+        saved.extend(position for _, _, position in plan.saves)
         right(plan)
 
     world.device._save = save
@@ -459,8 +472,19 @@ def rejected_drafts_stay(right):
     return verify
 
 
+def saved_at_the_end(right):
+    def save(self, plan):
+        for slot, row, _ in plan.saves:
+            self.rows[row] = self.rows[slot]
+
+    return save
+
+
 def saved_behind_drafts(right):
-    saved = HashedDevice._save
+    def saved(self, plan):
+        for slot, row, position in plan.saves:
+            is_inside = (slot, position + 1) in self.passed
+            self.rows[row] = self.passed[slot, position] if is_inside else self.rows[slot]
 
     def run(self, plan, **named):
         self._save = never
@@ -492,7 +516,7 @@ def restored_late(right):
 def saved_early(right):
     def run(self, plan, **named):
         if plan.epoch != self.refused_epoch:
-            for slot, row in plan.saves:
+            for slot, row, _ in plan.saves:
                 self.rows[row] = self.rows.get(slot, b"")
         return right(self, msgspec.structs.replace(plan, saves=()), **named)
 
@@ -500,11 +524,11 @@ def saved_early(right):
 
 
 def offered_at_planning(right):
-    def save(self, sequence, end):
-        row = right(self, sequence, end)
-        if row >= 0 and end <= sequence.num_tokens and end % 4 == 0:
+    def save(self, sequence, start, end):
+        saves = right(self, sequence, start, end)
+        if saves and end <= sequence.num_tokens:
             self.land(sequence, end)
-        return row
+        return saves
 
     return save
 
@@ -542,12 +566,12 @@ def fork_behind_the_prompt(right):
 
 
 def fork_before_the_answer(right):
-    def save(self, sequence, end):
-        is_fork = end == self._fork_point(sequence)
-        row = right(self, sequence, end)
-        if is_fork and row >= 0:
-            self._forks[sequence.request.admit.id] = sequence.marks.saving.pop(end)
-        return row
+    def save(self, sequence, start, end):
+        fork = self._fork_point(sequence)
+        saves = right(self, sequence, start, end)
+        if start < fork <= end and fork in sequence.marks.saving:
+            self._forks[sequence.request.admit.id] = sequence.marks.saving.pop(fork)
+        return saves
 
     return save
 
@@ -567,6 +591,7 @@ BUGS = {
     "rejected drafts stay in the state": (HashedDevice, "_verify", rejected_drafts_stay),
     "right drafts are not replayed": (HashedDevice, "_replay", lambda _: never),
     "states are saved behind the drafts": (HashedDevice, "run", saved_behind_drafts),
+    "a state inside a chunk is saved at its end": (HashedDevice, "_save", saved_at_the_end),
     "states are restored behind the pass": (HashedDevice, "run", restored_late),
     "states are saved before the pass": (HashedDevice, "run", saved_early),
     "a state is offered when it is planned": (StateSnapshots, "save", offered_at_planning),

@@ -95,6 +95,8 @@ class StepStates(NamedTuple):
     # The tokens of each entry before its drafts, and where the inputs of its first draft are kept.
     settled: np.ndarray
     keeps: np.ndarray
+    # The copies of states inside the step, see `Entries`.
+    saves: np.ndarray
     # By layer and index.
     mixers: Mapping[tuple[int, int], MixerState]
 

@@ -16,6 +16,7 @@ from trouper.actors.executor.steps.arrays import from_numpy
 from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.messages.steps import StepPlan
 from trouper.kernels.ops import HostTokens
+from trouper.kernels.reference.recurrent import NEVER, NO_SAVES
 
 # Prompts up to this length are attended token by token, like generated tokens, so that their steps can be
 # recorded. Law: how a position is attended depends only on the prompt's length. Keys and logits therefore
@@ -45,8 +46,8 @@ class Batch(msgspec.Struct, frozen=True):
 
     `first_tokens` are the indices of the entries' first tokens in the flat batch, `adapters` the adapter slot
     of each token, `settled` the tokens of each entry without drafts, and `plans` the attention of each window as made by the decoder's ops. `can_be_recorded`
-    means that every token is attended separately. `embeds` holds embeddings that replace tokens, each with
-    its first index in the flat batch. `read` selects the needed states; None means all tokens.
+    means that every token is attended separately, and that no recurrent state is saved inside an entry. `embeds` holds embeddings that
+    replace tokens, each with its first index in the flat batch. `read` selects the needed states; None means all tokens.
     """
 
     request_slots: np.ndarray  # [C]
@@ -62,6 +63,8 @@ class Batch(msgspec.Struct, frozen=True):
     can_be_recorded: bool = False
     embeds: tuple[tuple[int, Tensor], ...] = ()
     read: LogitsIndices | None = None
+    # As in `Entries`.
+    saves: np.ndarray = NO_SAVES
 
     @property
     def entries(self) -> tuple[np.ndarray, ...]:
@@ -69,14 +72,14 @@ class Batch(msgspec.Struct, frozen=True):
         drafts = self.counts - self.settled
         keeps = np.cumsum(drafts) - drafts
         columns = self.first_tokens, self.counts, self.request_slots, self.starts
-        return (*columns, self.settled, keeps)
+        return (*columns, self.settled, keeps, self.saves)
 
     def replayed(self, num_right: np.ndarray) -> tuple[np.ndarray, ...]:
         """Return the columns of `StepStates` by which states move forward over the right drafts of each entry [C]."""
         chosen = np.flatnonzero(num_right)
-        counts, keeps = num_right[chosen], self.entries[-1][chosen]
-        starts = (self.starts + self.settled)[chosen]
-        return keeps, counts, self.request_slots[chosen], starts, counts, np.zeros_like(keeps)
+        counts, keeps = num_right[chosen], self.entries[5][chosen]
+        starts, none = (self.starts + self.settled)[chosen], np.zeros_like(keeps)
+        return keeps, counts, self.request_slots[chosen], starts, counts, none, NO_SAVES
 
 
 def make_batch(
@@ -109,7 +112,10 @@ def make_batch(
     prompt_ends = np.where(slots.num_prompt > SHORT_PROMPT, slots.num_prompt, 0)  # by slot
     *attended, are_prompts = _attended(chosen, starts, counts, prompt_ends[chosen])
     axes = slots.axes(chosen_T, positions_T)
-    can_be_recorded = axes is None and not (are_prompts.any() or (counts > SHORT_ENTRY).any())
+    saves = _saves(plan, first_tokens) if plan.saves else NO_SAVES
+    can_be_recorded = axes is None and not (
+        are_prompts.any() or (counts > SHORT_ENTRY).any() or len(saves) > 1
+    )
     with_prompt_logprobs = not slots.with_prompt_logprobs.isdisjoint(plan.request_slots)
     read = None
     if reads_some and not (can_be_recorded or with_prompt_logprobs):
@@ -144,7 +150,20 @@ def make_batch(
         embeds=slots.take_embeds(plan, first_tokens),
         read=read,
         adapters=slots.adapters[chosen_T],
+        saves=saves,
     )
+
+
+def _saves(plan: StepPlan, first_tokens: np.ndarray) -> np.ndarray:
+    """Return where states are saved inside entries. Those at the end of an entry are copied after the step."""
+    columns = plan.num_computed_tokens, plan.num_scheduled_tokens, first_tokens.tolist()
+    spans = dict(zip(plan.request_slots, zip(*columns, strict=True), strict=True))
+    found: list[tuple[int, int]] = []
+    for slot, row, position in plan.saves:
+        start, count, first = spans[slot]
+        if start < position < start + count:
+            found.append((first + position - start, row))
+    return np.array([*sorted(found), (NEVER, -1)])
 
 
 def _samples(

@@ -99,8 +99,10 @@ class StatePool:
             if view is not None:
                 view[row].fill_(value)
 
-    def begin(self, rows: np.ndarray, starts: np.ndarray) -> None:
-        """Note that a pass begins to move these rows forward from these positions.
+    def begin(
+        self, rows: np.ndarray, starts: np.ndarray, saves: Iterable[tuple[int, int, int]] = ()
+    ) -> None:
+        """Note that a pass begins to move these rows forward from these positions, and to write the rows that the plan saves.
 
         Raises:
             RuntimeError: a row contains a state of another position, so the tokens of its sequence would be wrong.
@@ -113,14 +115,24 @@ class StatePool:
                 f"row {int(rows[entry])} has a state at position {found}, a plan from {int(starts[entry])}"
             )
         self.positions[rows] = NOTHING
+        self.positions[[target for _, target, _ in saves]] = NOTHING
 
     def finish(
-        self, rows: np.ndarray, ends: np.ndarray, saves: Iterable[tuple[int, int]] = ()
+        self, rows: np.ndarray, ends: np.ndarray, saves: Iterable[tuple[int, int, int]] = ()
     ) -> None:
-        """Note that the pass has moved these rows forward to these positions, and copy rows that the plan saves."""
+        """Note that the pass has moved these rows forward to these positions, and copy rows that are saved at their ends.
+
+        The pass itself has written those that are saved before an end.
+
+        Args:
+            saves: of `StepPlan`.
+        """
         self.positions[rows] = ends
-        for source, target in saves:
-            self.copy(source, target)
+        for source, target, position in saves:
+            if position == self.positions[source]:
+                self.copy(source, target)
+            elif position < self.positions[source]:
+                self.positions[target] = position
 
     def spoil(self, rows: np.ndarray) -> None:
         """Note that these rows contain nothing that a sequence can continue."""

@@ -22,6 +22,7 @@ from trouper.actors.executor.steps.state_memory import StatePool
 from trouper.config.model import ModelConfig
 from trouper.errors import UnsupportedFeatureError
 from trouper.kernels.ops import HostTokens
+from trouper.kernels.reference.recurrent import NO_SAVES
 
 logger = logging.getLogger(__name__)
 NEEDED = (
@@ -168,8 +169,8 @@ class _Memory:
         decoder = self._decoder
         windows = windows_of(decoder.cache_specs)
         plans = {w: decoder.plan(self._block_ids, rows, starts, counts, w) for w in windows}
-        no_drafts = np.zeros_like(counts)
-        states = StepStates(firsts, counts, rows, starts, counts, no_drafts, self._states.mixers)
+        columns = firsts, counts, rows, starts, counts, np.zeros_like(counts), NO_SAVES
+        states = StepStates(*columns, mixers=self._states.mixers)
         return decoder.forward(
             HostTokens(*map(from_numpy, arrays)), plans, self._caches, states=states
         )

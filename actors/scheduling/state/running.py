@@ -109,8 +109,6 @@ class Running:
         if self.states is not None:
             # The junction of this start counts, not that of an earlier one.
             sequence.marks.junction = prefix.junction
-            if count:
-                count = self.states.cut(sequence, start, count)
         wanted = sequence.num_tokens if config.reserve_full_isl else start + count
         needed = blocks.num_for(wanted) - len(shared) + blocks.num_idle(shared)
         if needed + (self._spare(sequence) if self._sequences else 0) > blocks.num_free:
@@ -158,8 +156,6 @@ class Running:
             if not count:
                 builder.encodes.append(sequence)
                 continue
-            if count > 1 and self.states is not None:
-                count = self.states.cut(sequence, sequence.num_computed, count)
             end = sequence.num_computed + count
             if builder.unknown and (unknown := builder.unknown.get(sequence.id)):
                 # As far as its drafts may take it, and at no other's expense; else it waits for the answer.

@@ -12,11 +12,13 @@ Laws:
 5. Rows are never a reason to wait: without a row, a state is not saved.
 
 Rows are few and large, so they are written rarely: at the last boundary before the last known token, at the boundary up to which
-others have computed the prompt's KV (a *junction*), and else after `interval` tokens.
+others have computed the prompt's KV (a *junction*), and else after `interval` tokens. A step writes them while it computes a chunk, so
+none of this changes where chunks end.
 
 Which part of a new prompt others will share is unknown. So there are *guesses* too: snapshots inside a prompt, a tenth of the
 position apart, from which the second prompt with the same beginning finds nine tenths of it. A guess takes a free row or that of
-another guess, never that of another snapshot, until a prompt has begun with it.
+another guess, never that of another snapshot, until a prompt has begun with it. Guesses of the steps in flight take at most half of
+the rows, so that other snapshots find one.
 
 Drafts move a sequence on by a number of tokens that is unknown when a step is planned. But a state can be saved only at a position
 that a plan knows: behind the known tokens of a step, before its drafts. So drafts do not reach the boundary where the next snapshot
@@ -24,6 +26,7 @@ is due (`next_save`), and a step without drafts in flight ends exactly there.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from typing import Any, NamedTuple
 
@@ -79,16 +82,16 @@ class SnapshotRows:
         self._guesses.pop(name, None)
 
     @property
-    def has_room_for_guess(self) -> bool:
-        """Whether a row is free or contains a guess."""
-        return bool(self._free or self._guesses)
+    def num_taken(self) -> int:
+        """Count the rows that are neither free nor offered: pending ones and forks."""
+        return self.num_rows - len(self._offered) - len(self._free)
 
     def take(self, name: bytes | None = None, *, is_guess: bool = False) -> int:
         """Take a row to write to, if necessary that of the oldest guess or of the least recently used snapshot.
 
         Args:
             name: the hash under which the row will be offered, if it is known yet.
-            is_guess: take no row of a snapshot that is not a guess.
+            is_guess: take no row of a snapshot that is not a guess, and leave half of the rows.
 
         Returns:
             -1 if this snapshot exists already, or if all rows are pending or forks.
@@ -96,6 +99,8 @@ class SnapshotRows:
         if name is not None and name in self._offered:
             if not is_guess:
                 self.touch(name)
+            return NO_ROW
+        if is_guess and self.num_taken >= self.num_rows // 2:
             return NO_ROW
         if self._free:
             row = self._free.pop()
@@ -200,7 +205,7 @@ class StateSnapshots:
         rows = self.rows
         return {
             "num_state_snapshots": rows.num_offered,
-            "num_state_rows_pending": rows.num_rows - rows.num_offered - rows.num_free,
+            "num_state_rows_pending": rows.num_taken,
             "num_state_rows_free": rows.num_free,
             "num_state_hits": self.num_hits,
             "num_state_saves": rows.num_saves,
@@ -241,48 +246,49 @@ class StateSnapshots:
             self.num_hits += 1
             self.rows.touch(sequence.hashes[start // self._block_size - 1])
 
-    # Where a chunk ends, and what is saved there
+    # What is saved
 
-    def cut(self, sequence: Sequence, start: int, count: int) -> int:
-        """Shorten a chunk of `count` tokens so that it ends where a snapshot is worth its row.
+    def save(self, sequence: Sequence, start: int, end: int) -> list[tuple[int, int, int]]:
+        """Take rows for the states of a planned sequence that are worth one, behind its positions `start` + 1 … `end`.
 
-        A state can be saved only behind a step, so the step must end there. A chunk that ends elsewhere for lack of budget ends at a
-        block boundary.
+        Called once the step is final, because a sequence that leaves it would leave its rows behind.
+
+        Returns:
+            elements of `StepPlan.saves`.
         """
-        size, end = self._block_size, start + count
+        saves: list[tuple[int, int, int]] = []
+
+        def take(position: int, name: bytes | None = None, *, is_guess: bool = False) -> None:
+            row = self.rows.take(name, is_guess=is_guess)
+            if row >= 0:
+                sequence.marks.saving[position] = row
+                saves.append((sequence.request_slot, row, position))
+
         fork = self._fork_point(sequence)
-        points = [fork]
-        if self._has_cache:
-            points += [sequence.marks.junction, self._last_boundary(sequence)]
-            if self.rows.has_room_for_guess:
-                points.append(self._next_guess(sequence, start))
-        inside = [point for point in points if start < point < end]
-        if inside:
-            return min(inside) - start
-        if not self._has_cache or end == fork or end >= sequence.num_tokens:
-            return count
-        boundary = end // size * size
-        return boundary - start if boundary > start else count
-
-    def save(self, sequence: Sequence, end: int) -> int:
-        """Take a row for the state behind position `end` of a planned sequence; -1 if it is not worth one.
-
-        Called once the step is final, because a sequence that leaves it would leave its row behind.
-        """
-        if end == self._fork_point(sequence):
-            row = self.rows.take()
-        elif self._has_cache and end % self._block_size == 0 and self._is_due(sequence, end):
-            name = None
+        if start < fork <= end:
+            take(fork)
+        if not self._has_cache or start // self._block_size == end // self._block_size:
+            return saves
+        guesses = [*self._guesses(sequence, start, end)]
+        for position in self._due(sequence, start, end, guesses):
             # The tokens in flight are not known yet.
-            if end <= sequence.num_tokens:
-                name = self._name(sequence, end)
-            row = self.rows.take(name, is_guess=self._is_guess(sequence, end))
-            sequence.marks.last_saved = end
-        else:
-            return NO_ROW
-        if row >= 0:
-            sequence.marks.saving[end] = row
-        return row
+            is_known = position <= sequence.num_tokens
+            take(position, self._name(sequence, position) if is_known else None)
+        for position in guesses:
+            take(position, self._name(sequence, position), is_guess=True)
+        return saves
+
+    def _due(self, sequence: Sequence, start: int, end: int, guesses: Items[int]) -> list[int]:
+        """Return the positions of snapshots that are no guesses."""
+        marks = sequence.marks
+        points = sorted({marks.junction, self._last_boundary(sequence)})
+        due = [point for point in points if start < point <= end]
+        marks.last_saved = max(marks.last_saved, *due, *guesses, 0)
+        boundary = end // self._block_size * self._block_size
+        if boundary - marks.last_saved >= self._interval:
+            due.append(boundary)
+            marks.last_saved = boundary
+        return due
 
     def next_save(self, sequence: Sequence) -> int | None:
         """Return the position where the next snapshot of a decoding sequence is due, or None if none will be saved."""
@@ -291,25 +297,20 @@ class StateSnapshots:
         size = self._block_size
         return -(-(sequence.marks.last_saved + self._interval) // size) * size
 
-    def _is_due(self, sequence: Sequence, end: int) -> bool:
-        marks = sequence.marks
-        is_point = end in (marks.junction, self._last_boundary(sequence))
-        is_late = end - marks.last_saved >= self._interval
-        return is_point or is_late or self._is_guess(sequence, end)
-
-    def _next_guess(self, sequence: Sequence, start: int) -> int:
-        """Return the first position of a guess behind `start`; 0 if there is none before the last boundary of the prompt.
+    def _guesses(self, sequence: Sequence, start: int, end: int) -> Iterator[int]:
+        """Yield the positions of guesses behind `start`, up to `end` and before the last boundary of the prompt.
 
         The positions do not depend on the sequence, so that prompts with the same beginning save each of them once.
         """
         size, point = self._block_size, 0
-        last = (sequence.num_prompt - 1) // size * size
-        while point <= start:
+        last = min(end, (sequence.num_prompt - 1) // size * size - 1)
+        while start < last and point <= last:
+            if point > start and point != sequence.marks.junction:
+                yield point
             point += max(self._spacing, point // 10 // size * size)
-        return point if point < last else 0
 
-    def _is_guess(self, sequence: Sequence, end: int) -> bool:
-        return end != sequence.marks.junction and self._next_guess(sequence, end - 1) == end
+    def _is_guess(self, sequence: Sequence, position: int) -> bool:
+        return position in self._guesses(sequence, position - 1, position)
 
     def _last_boundary(self, sequence: Sequence) -> int:
         return (sequence.num_tokens - 1) // self._block_size * self._block_size
@@ -334,21 +335,22 @@ class StateSnapshots:
     def land(self, sequence: Sequence, end: int) -> None:
         """Note that the step which brought a running sequence to position `end` was answered.
 
-        Its saved state exists now, and all tokens up to `end` are known, so it is offered.
+        Its saved states exist now, and all tokens up to `end` are known, so they are offered.
         """
         marks = sequence.marks
         marks.restore = NO_ROW
-        row = marks.saving.pop(end, NO_ROW) if marks.saving else NO_ROW
-        if row < 0:
+        if not marks.saving:
             return
-        if end == self._fork_point(sequence):
-            self._forks[sequence.request.admit.id] = row
-        elif self._has_cache and end % self._block_size == 0:
-            name = self._name(sequence, end)
-            self.rows.offer(row, name, is_guess=self._is_guess(sequence, end))
-        else:
-            # The siblings have ended meanwhile.
-            self.rows.give_back(row)
+        for position in [position for position in marks.saving if position <= end]:
+            row = marks.saving.pop(position)
+            if position == self._fork_point(sequence):
+                self._forks[sequence.request.admit.id] = row
+            elif self._has_cache and position % self._block_size == 0:
+                name = self._name(sequence, position)
+                self.rows.offer(row, name, is_guess=self._is_guess(sequence, position))
+            else:
+                # The siblings have ended meanwhile.
+                self.rows.give_back(row)
 
     def undo(self, sequence: Sequence) -> None:
         """Give back the rows that cancelled steps would have written.

@@ -234,7 +234,7 @@ class StepBuilder:
         num_sampled: list[int] = []
         new_sequences: list[NewSequence] = []
         entries: list[StepEntry] = []
-        saves: list[tuple[int, int]] = []
+        saves: list[tuple[int, int, int]] = []
         reads = 0
         for sequence, count in zip(self.sequences, self.counts, strict=True):
             start = sequence.num_computed
@@ -252,8 +252,8 @@ class StepBuilder:
             num_sampled.append(samples)
             entries.append((sequence, sequence.preemption_epoch, start, end, samples))
             sequence.num_computed = end
-            if self.states is not None and (row := self.states.save(sequence, end)) >= 0:
-                saves.append((sequence.request_slot, row))
+            if self.states is not None:
+                saves += self.states.save(sequence, start, end)
             sequence.num_in_flight += samples
         for sequence in self.encodes:
             if sequence.is_slot_stale:

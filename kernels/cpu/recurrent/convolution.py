@@ -14,7 +14,7 @@ from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.core import Pointer, Value, Var
 from trouper.kernels.codegen.units import LANES, Kind
 from trouper.kernels.cpu.fused.norms import activated
-from trouper.kernels.cpu.recurrent.entries import NUM_ARGUMENTS, parts
+from trouper.kernels.cpu.recurrent.entries import NUM_ARGUMENTS, Saves, parts
 
 # Channels of a work item.  Two threads share the 6,144 channels of a small model's single row evenly.
 TILE = 256
@@ -39,7 +39,7 @@ def causal_conv(
         for c in code.loop(begin, code.minimum(begin + TILE, width), num_vectors * LANES):
             columns = [c + v * LANES for v in range(num_vectors)]
             held = _last_inputs(code, state, part.is_fresh, taps, columns, width)
-            bias = [_bias(code, biases, d) for d in columns]
+            bias, saves = [_bias(code, biases, d) for d in columns], Saves(code, part)
             for t in code.loop(part.first, part.last):
                 x = code.pointer(xs, kind) + t * x_stride
                 y = code.pointer(ys, kind) + t * y_stride
@@ -53,10 +53,11 @@ def causal_conv(
                     y.store(d, (x + width).load(d) * total if is_gated else total)
                     for vectors, newer in zip(held, window[1:], strict=True):
                         vectors[v].set(newer)
+                with saves.behind(t) as row:
+                    saved = code.pointer(states, kind) + row * state_stride
+                    _store_inputs(saved, held, columns, width)
                 with code.when((t + 1).equals(part.settled)):
-                    for k, vectors in enumerate(held):
-                        for vector, d in zip(vectors, columns, strict=True):
-                            (state + width * k).store(d, vector)
+                    _store_inputs(state, held, columns, width)
 
 
 def _last_inputs(
@@ -74,6 +75,14 @@ def _last_inputs(
             for vector, d in zip(vectors, columns, strict=True):
                 vector.set((state + width * k).load(d))
     return held
+
+
+def _store_inputs(
+    state: Pointer, held: list[list[Var]], columns: list[Value], width: Value
+) -> None:
+    for k, vectors in enumerate(held):
+        for vector, d in zip(vectors, columns, strict=True):
+            (state + width * k).store(d, vector)
 
 
 def _bias(code: KernelBuilder, biases: Value, d: Value) -> Value:

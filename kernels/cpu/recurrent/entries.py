@@ -1,22 +1,24 @@
 """Work items over the entries of a step, and the elementary functions that the recurrent kernels share.
 
-    firsts, counts, rows, starts, settled, keeps [C]    int64, see `reference/recurrent.py`
+    firsts, counts, rows, starts, settled, keeps [C], saves [S + 1, 2]    int64, see `reference/recurrent.py`
 
 A work item is a part of one entry: a tile of channels, or a head or a tile of it.  Entries with a negative row have
 work items without work, so that a recorded step can have fewer entries than its launches.
 
-Law: a kernel stores the state behind the last settled token.  Behind the drafts that follow it nothing is stored.
+Law: a kernel stores the state behind the last settled token, and copies of it in between where the step saves them.  Behind the drafts
+that follow, nothing is stored.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from trouper.kernels.codegen.builder import KernelBuilder
-from trouper.kernels.codegen.core import Pointer, Value
+from trouper.kernels.codegen.core import Pointer, Value, Var
 from trouper.kernels.codegen.units import LANES, Kind
 from trouper.kernels.cpu.fused.norms import LOG2_E
 
-NUM_ARGUMENTS = 6
+NUM_ARGUMENTS = 7
 # Above this softplus(x) is x in float32.
 LINEAR = 20.0
 
@@ -34,15 +36,39 @@ class EntryPart(NamedTuple):
     is_fresh: Value
     settled: Value
     keep: Value
+    saves: Pointer
+
+
+class Saves:
+    """The tokens of an entry behind which its state is copied to another row."""
+
+    def __init__(self, code: KernelBuilder, part: EntryPart) -> None:
+        self._code, self._saves = code, part.saves
+        self._place: Var = code.var(code.i64(0))
+        self._end: Var = code.var(part.saves[0])
+        # Those of earlier entries precede them.
+        for _ in code.while_(self._end, part.first + 1):
+            self._advance()
+
+    @contextmanager
+    def behind(self, token: Value) -> Iterator[Value]:
+        """Write code that runs only if the state behind `token` is saved, and yield the row for it."""
+        with self._code.when((token + 1).equals(self._end)):
+            yield self._saves[self._place + 1]
+            self._advance()
+
+    def _advance(self) -> None:
+        self._place.set(self._place + 2)
+        self._end.set(self._saves[self._place])
 
 
 def parts(code: KernelBuilder, addresses: list[Value], num_parts: Value) -> Iterator[EntryPart]:
     """Take work items, `num_parts` of each entry, and skip those of padding.
 
     Args:
-        addresses: of the six arrays of entries.
+        addresses: of the seven arrays of entries.
     """
-    firsts, counts, rows, starts, settled, keeps = (
+    firsts, counts, rows, starts, settled, keeps, saves = (
         code.pointer(address, "i64") for address in addresses
     )
     for item in code.work_items():
@@ -59,6 +85,7 @@ def parts(code: KernelBuilder, addresses: list[Value], num_parts: Value) -> Iter
                 is_fresh,
                 first + settled[entry],
                 keeps[entry],
+                saves,
             )
 
 

@@ -20,6 +20,7 @@ from trouper.kernels.codegen.features import num_registers
 from trouper.kernels.codegen.units import LANES, Kind
 from trouper.kernels.cpu.recurrent.entries import (
     NUM_ARGUMENTS,
+    Saves,
     address,
     exp,
     lanes_left,
@@ -86,9 +87,8 @@ def gated_delta(
     for part in parts(code, entries, num_v * num_tiles):
         head, column = part.place // num_tiles, part.place % num_tiles * tile
         k_head = head // (num_v // num_k)
-        state = code.pointer(states, "f32") + (
-            part.row * state_stride + head * k_dim * v_dim + column
-        )
+        place = head * k_dim * v_dim + column
+        state = code.pointer(states, "f32") + (part.row * state_stride + place)
         is_copied = part.is_fresh | (part.last - part.first > 1)
         with code.when(part.is_fresh):
             for i in code.loop(0, k_dim * tile, LANES):
@@ -98,7 +98,7 @@ def gated_delta(
         used = code.pointer(
             code.select(is_copied, address(code, copy), address(code, state)), "f32"
         )
-        step = code.select(is_copied, code.i64(tile), v_dim)
+        step, saves = code.select(is_copied, code.i64(tile), v_dim), Saves(code, part)
         for t in code.loop(part.first, part.last):
             gate = t * num_v + head
             whole = code.pointer(decays, "f32")[code.i64(0) if has_row_decay else gate]
@@ -118,6 +118,9 @@ def gated_delta(
             read = _advance(code, used, step, token, [v.load(d) for d in offsets], beta)
             for sum_, d in zip(read, offsets, strict=True):
                 out.store(d, sum_)
+            with saves.behind(t) as row:
+                saved = code.pointer(states, "f32") + (row * state_stride + place)
+                _move(code, saved, v_dim, used, step, k_dim, offsets)
             with code.when(is_copied & (t + 1).equals(part.settled)):
                 _move(code, state, v_dim, copy, tile, k_dim, offsets)
 

@@ -11,10 +11,12 @@ Roofline: a decoding token reads and writes the state once, 8 H P N bytes; a tok
 """
 
 from trouper.kernels.codegen.builder import KernelBuilder
+from trouper.kernels.codegen.core import Pointer, Value
 from trouper.kernels.codegen.features import num_registers
 from trouper.kernels.codegen.units import LANES, Kind
 from trouper.kernels.cpu.recurrent.entries import (
     NUM_ARGUMENTS,
+    Saves,
     address,
     exp,
     lanes_left,
@@ -66,15 +68,14 @@ def ssd(code: KernelBuilder, kind: Kind) -> None:
     for part in parts(code, entries, num_heads * num_blocks):
         head, p = part.place // num_blocks, part.place % num_blocks * LANES
         group = head // (num_heads // num_groups)
-        offset = part.row * state_stride + (head * width + p) * num_states
-        state = code.pointer(states, "f32") + offset
+        place, saves = (head * width + p) * num_states, Saves(code, part)
+        state = code.pointer(states, "f32") + (part.row * state_stride + place)
         with code.when(part.is_fresh):
             for n in code.loop(0, num_states * LANES, LANES):
                 state.store(n, code.f32x16(0.0))
         for t in code.loop(part.first, part.last):
             with code.when(t.equals(part.settled)):
-                for n in code.loop(0, num_states * LANES, LANES):
-                    copy.store(n, state.load(n))
+                _copy(code, copy, state, num_states)
             used = code.pointer(
                 code.select(t < part.settled, address(code, state), address(code, copy)), "f32"
             )
@@ -102,3 +103,11 @@ def ssd(code: KernelBuilder, kind: Kind) -> None:
             with code.when(skips > 0):
                 y.set(code.fma(code.f32x16(code.pointer(skips, "f32")[head]), x, y))
             (code.pointer(ys, kind) + (gate * width + p)).store(0, y)
+            with saves.behind(t) as row:
+                saved = code.pointer(states, "f32") + (row * state_stride + place)
+                _copy(code, saved, state, num_states)
+
+
+def _copy(code: KernelBuilder, target: Pointer, source: Pointer, num_states: Value) -> None:
+    for n in code.loop(0, num_states * LANES, LANES):
+        target.store(n, source.load(n))

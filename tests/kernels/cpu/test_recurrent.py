@@ -202,6 +202,29 @@ def test_drafts_are_computed_and_change_no_state(name, dtype, is_compiled):
 
 
 @needs_native
+@both
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_states_saved_inside_chunks_are_those_of_shorter_chunks(name, dtype, is_compiled):
+    torch.manual_seed(7)
+    case = CASES[name](30, dtype)
+    ops = make_recurrent_ops(dtype) if is_compiled else RecurrentOps()
+    before = torch.randn(ROWS + 4, *case.shape).to(case.dtype)
+    plain, state, short = before.clone(), before.clone(), before.clone()
+    step = entries_of((0, 0, 11), (1, 5, 1), (-1, 0, 0), (2, 9, 18))
+    # Behind tokens 0, 7 and 10 of the first sequence, and behind token 3 of the last one.
+    saves = [(1, 4), (8, 5), (11, 6), (16, 7), (2**62, -1)]
+    wanted = case.run(ops, case.inputs, plain, step)
+    found = case.run(ops, case.inputs, state, step._replace(saves=torch.tensor(saves)))
+    assert torch.equal(found, wanted)
+    assert torch.equal(state[:4], plain[:4])
+    for first, start, end, row, target in ((0, 0, 1, 0, 4), (0, 0, 8, 0, 5), (12, 9, 16, 2, 7)):
+        again = short.clone()
+        case.run(ops, cut(case, [(first, end)]), again, entries_of((row, start, end - first)))
+        assert torch.equal(state[target], again[row])
+    assert torch.equal(state[6], state[0])
+
+
+@needs_native
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [5, 16, 50])
 def test_inputs_of_drafts_are_kept(width, dtype):

@@ -23,6 +23,7 @@ from trouper.config.speculation import MAX_VERIFIED
 from trouper.kernels.codegen.recording import Arena, Recording
 from trouper.kernels.cpu.attention.varlen import Group, tiles_of
 from trouper.kernels.ops import HostTokens
+from trouper.kernels.reference.recurrent import NO_SAVES
 
 # In larger steps Python takes less than a hundredth of the time. A recorded launch takes about 180 bytes, so a step of
 # 28 layers takes 50 KiB: 16 MiB if every number of rows occurs, and 32 MiB if each occurs with and without sampling.
@@ -99,7 +100,7 @@ class RecordedDecoderSteps:
         self._max_rows = min(max_rows + NEWCOMERS, MAX_ROWS)
         # Token ids, positions and cache slots.
         self._inputs = np.zeros((3, self._max_rows), dtype=np.int64)
-        # The columns of `StepStates` in a step, and in a replay of drafts.
+        # The columns of `StepStates` in a step, and in a replay of drafts.  Neither saves a state in the middle of an entry.
         self._entries = np.zeros((6, self._max_rows), dtype=np.int64)
         self._replayed = np.zeros((6, MAX_VERIFIED), dtype=np.int64)
         self._replay: Recording[None] | None = None
@@ -155,7 +156,7 @@ class RecordedDecoderSteps:
 
     def _set_entries(self, batch: Batch, num_rows: int) -> None:
         """Copy the entries of a step. A step of as many tokens may have fewer; the others have no row and compute nothing."""
-        for held, now in zip(self._entries, batch.entries, strict=True):
+        for held, now in zip(self._entries, batch.entries[:-1], strict=True):
             held[: len(now)] = now
         self._entries[2, len(batch.request_slots) : num_rows] = -1
 
@@ -165,14 +166,15 @@ class RecordedDecoderSteps:
         Raises:
             NotRecordableError: torch computes some operation of this model.
         """
-        for held, now in zip(self._replayed, columns, strict=True):
+        for held, now in zip(self._replayed, columns[:-1], strict=True):
             held[: len(now)] = now
         self._replayed[2, len(columns[0]) :] = -1
         if self._replay is None:
             assert self._mixers is not None
-            states = StepStates(*self._replayed, mixers=self._mixers)
+            arrays = [*self._replayed, NO_SAVES]
+            states = StepStates(*arrays, mixers=self._mixers)
             kept = [x for mixer in self._mixers.values() for x in mixer.inputs]
-            inputs = [*map(from_numpy, self._replayed), *kept]
+            inputs = [*map(from_numpy, arrays), *kept]
             self._replay = Recording(self._arena, inputs, lambda: self._decoder.replay(states))
         self._replay.replay()
 
@@ -204,7 +206,7 @@ class RecordedDecoderSteps:
         hidden_TE = None if self._hidden_TE is None else self._hidden_TE[:num_rows]
         states, entries = None, list[np.ndarray]()
         if self._mixers is not None:
-            entries = [held[:num_rows] for held in self._entries]
+            entries = [*(held[:num_rows] for held in self._entries), NO_SAVES]
             states = StepStates(*entries, mixers=self._mixers)
 
         def step() -> tuple[Tensor, Tensor | None]:

@@ -5,7 +5,7 @@ Laws:
   * A sampled token is written into its slot before `execute` returns. A plan made before the token was known
     therefore finds it there.
   * If the logits of one entry are not finite, only that entry fails.
-  * A plan restores states of recurrent mixers before its forward pass, and saves them behind it.
+  * A plan restores states of recurrent mixers before its forward pass, and saves them in it or behind it.
 """
 
 from functools import partial
@@ -280,7 +280,7 @@ class CpuRunner:
             batch = self._make_batch(plan, decoder, num_drafts)
             states = self.states
             if states is not None:
-                states.begin(batch.request_slots, batch.starts)
+                states.begin(batch.request_slots, batch.starts, plan.saves)
             output = steps.forward(batch)
             if states is not None:
                 states.finish(batch.request_slots, batch.starts + batch.settled, plan.saves)
