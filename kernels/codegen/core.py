@@ -522,7 +522,7 @@ class CoreBuilder:
     def from_half(self, bits: Any) -> Value:
         """Convert sixteen half-precision numbers, given as 16-bit integers of LLVM, to float32. It is exact.
 
-        Without an instruction for it, the bits of a half become those of a float32 that is 2^112 times too small.
+        Without an instruction for it, the bits of a half become those of a float32 with 2^-112 of its value.
         """
         if has_half_conversion():
             halves = self.builder.bitcast(bits, ir.VectorType(ir.HalfType(), LANES))

@@ -1,6 +1,7 @@
 """Rows of the device: where embeddings stand for tokens, chunk by chunk."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from trouper.actors.executor.steps.batch import SHORT_ENTRY, SHORT_PROMPT, make_
 from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.messages.requests import Embeds, SequenceId
 from trouper.actors.messages.steps import NewSequence, Sampling, StepPlan
+from trouper.kernels.cpu.attention.plan import AttentionPlanner
 
 LENGTH, BLOCK_SIZE = 24, 4
 
@@ -60,8 +62,10 @@ def attended(rows, *columns):
     chosen, starts, counts = zip(*columns, strict=True)
     plan = StepPlan(1, 0, chosen, starts, counts, (1,) * len(columns))
     batch = make_batch(plan, rows, (None,), plan_attention=lambda _, *columns: columns)
-    *found, window, are_prompts = batch.plans[None]
+    slots, starts, counts, window, *are_prompts = batch.plans[None]
     assert window is None
+    found = slots, starts, counts
+    are_prompts = are_prompts[0] if are_prompts else [False] * len(slots)
     marks = ("prompt" if is_prompt else "alone" for is_prompt in are_prompts)
     return [(*map(int, entry), mark) for *entry, mark in zip(*found, marks, strict=True)], (
         batch.can_be_recorded
@@ -120,3 +124,33 @@ def runs(flags):
     """Begin and end of each run of True."""
     edges = np.flatnonzero(np.diff([0, *map(int, flags), 0]))
     return edges.reshape(-1, 2)
+
+
+@given(
+    prompts=st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    generated=st.integers(0, 2),
+    window=st.sampled_from([None, 5]),
+)
+def test_steps_of_single_tokens_are_made_alike(prompts, generated, window):
+    """The short way, and the way of all steps, which verifies no drafts here."""
+    rows = slots_with(*prompts)
+    rows.token_ids[:] = np.arange(rows.token_ids.size).reshape(rows.token_ids.shape)
+    count = len(prompts)
+    # Some steps compute the last token of a prompt.
+    starts = tuple(length - 1 + generated for length in prompts)
+    plan = StepPlan(1, 0, tuple(range(count)), starts, (1,) * count, (1,) * count)
+    planner = AttentionPlanner(SimpleNamespace(num_q_heads=4, num_kv_heads=2, head_dim=16))
+    short, whole = (
+        make_batch(plan, rows, (window,), planner.plan, num_drafts)
+        for num_drafts in (None, np.zeros(count, np.int64))
+    )
+    for name in ("request_slots", "first_tokens", "starts", "counts", "settled", "adapters"):
+        np.testing.assert_array_equal(getattr(short, name), getattr(whole, name))
+    np.testing.assert_array_equal(short.inputs, whole.inputs)
+    np.testing.assert_array_equal(short.samples, whole.samples)
+    assert short.can_be_recorded == whole.can_be_recorded
+    assert (short.read is None) == (whole.read is None)
+    found, wanted = (batch.plans[window] for batch in (short, whole))
+    for name in ("spans", "merges", "tiles", "heads", "window"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name))
+    assert found.partials.shape == wanted.partials.shape

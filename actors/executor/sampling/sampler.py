@@ -282,6 +282,8 @@ class Sampled(msgspec.Struct, frozen=True):
         Args:
             entries: the entry of each token. An entry has at most one token; entries without a token get -1.
         """
+        if len(entries) == num_entries and not self.logprobs:
+            return self.token_ids, []
         token_ids = np.full(num_entries, -1)
         token_ids[entries] = self.token_ids
         if not self.logprobs:
@@ -350,6 +352,8 @@ class Sampler:
 
         It can run while the model computes, because masks depend on earlier tokens only.
         """
+        if not self.grammars.any_in_use:
+            return
         runs = self._runs(slots_R)
         for run in runs:
             self.grammars.allow_all(run.slot)
@@ -396,6 +400,24 @@ class Sampler:
         token_R: np.ndarray,
     ) -> list[int]:
         """Sample tokens again that a grammar refuses, and write all tokens into their slots. Returns them as a list."""
+        if self.grammars.any_in_use:
+            self._correct(logits_TV, picked_R, slots_R, ends_R, token_R)
+        tokens: list[int] = token_R.tolist()
+        if min(tokens, default=0) < 0:
+            is_drawn_R = token_R >= 0
+            slots_R, ends_R, token_R = slots_R[is_drawn_R], ends_R[is_drawn_R], token_R[is_drawn_R]
+        self._slots.token_ids[slots_R, ends_R] = token_R
+        return tokens
+
+    def _correct(
+        self,
+        logits_TV: Tensor,
+        picked_R: np.ndarray,
+        slots_R: np.ndarray,
+        ends_R: np.ndarray,
+        token_R: np.ndarray,
+    ) -> None:
+        """Replace tokens that a grammar refuses, and follow the others in their grammars."""
         runs = self._runs(slots_R)
         alone = _rows_without(runs, len(slots_R))
         both = self.grammars.refused(slots_R[alone], token_R[alone])
@@ -409,9 +431,6 @@ class Sampler:
             rows = picked_R[begin:end], slots_R[begin:end], ends_R[begin:end]
             draw = partial(self._draw_one, logits_TV, *rows, self.grammars.is_plain(slot))
             self.grammars.follow(slot, int(ends_R[begin]), token_R[begin:end], draw)
-        is_drawn_R = token_R >= 0
-        self._slots.token_ids[slots_R[is_drawn_R], ends_R[is_drawn_R]] = token_R[is_drawn_R]
-        return token_R.tolist()
 
     def _draw_one(
         self,

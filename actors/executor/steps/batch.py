@@ -45,7 +45,7 @@ class Batch(msgspec.Struct, frozen=True):
     """One step of C entries and T tokens.
 
     `first_tokens` are the indices of the entries' first tokens in the flat batch, `adapters` the adapter slot
-    of each token, `settled` the tokens of each entry without drafts, and `plans` the attention of each window as made by the decoder's ops. `can_be_recorded`
+    of each token, `inputs` the ids, positions and cache slots of the tokens, `settled` the tokens of each entry without drafts, and `plans` the attention of each window as made by the decoder's ops. `can_be_recorded`
     means that every token is attended separately, and that no recurrent state is saved inside an entry. `embeds` holds embeddings that
     replace tokens, each with its first index in the flat batch. `read` selects the needed states; None means all tokens.
     """
@@ -57,7 +57,7 @@ class Batch(msgspec.Struct, frozen=True):
     counts: np.ndarray
     settled: np.ndarray
     samples: Samples
-    tokens: HostTokens
+    inputs: tuple[np.ndarray, np.ndarray, np.ndarray]
     adapters: np.ndarray
     plans: dict[int | None, Any]
     can_be_recorded: bool = False
@@ -65,6 +65,21 @@ class Batch(msgspec.Struct, frozen=True):
     read: LogitsIndices | None = None
     # As in `Entries`.
     saves: np.ndarray = NO_SAVES
+    # Positions in time, height and width [3, T], if a sequence has images.
+    axes: np.ndarray | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.inputs[0])
+
+    @property
+    def tokens(self) -> HostTokens:
+        """Return the inputs as tensors.
+
+        Recorded steps do without them: every call of torch lets go of the GIL, which a busy event loop then keeps for a while.
+        """
+        axes = None if self.axes is None else from_numpy(self.axes)
+        return HostTokens(*map(from_numpy, self.inputs), axes)
 
     @property
     def entries(self) -> tuple[np.ndarray, ...]:
@@ -99,6 +114,10 @@ def make_batch(
         reads_some: whether only the states of sampled tokens are needed; False for all but the last
             stage.
     """
+    if num_drafts is None and reads_some:
+        batch = _of_single_tokens(plan, slots, windows, plan_attention)
+        if batch is not None:
+            return batch
     chosen = np.array(plan.request_slots, dtype=np.int64)
     starts = np.array(plan.num_computed_tokens, dtype=np.int64)
     settled = np.array(plan.num_scheduled_tokens, dtype=np.int64)
@@ -136,12 +155,8 @@ def make_batch(
         counts=counts,
         settled=settled,
         samples=samples,
-        tokens=HostTokens(
-            from_numpy(slots.token_ids[chosen_T, positions_T]),
-            from_numpy(positions_T),
-            from_numpy(kv_slots_T),
-            None if axes is None else from_numpy(axes),
-        ),
+        inputs=(slots.token_ids[chosen_T, positions_T], positions_T, kv_slots_T),
+        axes=axes,
         plans={
             window: plan_attention(slots.block_ids, *attended, window, are_prompts)
             for window in windows
@@ -164,6 +179,45 @@ def _saves(plan: StepPlan, first_tokens: np.ndarray) -> np.ndarray:
         if start < position < start + count:
             found.append((first + position - start, row))
     return np.array([*sorted(found), (NEVER, -1)])
+
+
+def _of_single_tokens(
+    plan: StepPlan,
+    slots: RequestSlots,
+    windows: Sequence[int | None],
+    plan_attention: Callable[..., Any],
+) -> Batch | None:
+    """Make the batch of a step in which every sequence generates one token, or return None for any other step.
+
+    Most steps are of this kind, and a third of the array operations suffices for them. Between two steps the processor waits
+    for this code.
+    """
+    if max(plan.num_scheduled_tokens) > 1 or 0 in plan.num_sampled_tokens or not slots.are_plain:
+        return None
+    chosen = np.array(plan.request_slots, dtype=np.int64)
+    starts = np.array(plan.num_computed_tokens, dtype=np.int64)
+    # A token of a longer prompt is attended as a prompt.
+    lengths = slots.num_prompt[chosen]
+    if ((starts < lengths) & (lengths > SHORT_PROMPT)).any():
+        return None
+    indices, ones = np.arange(len(chosen)), np.array(plan.num_scheduled_tokens, dtype=np.int64)
+    block, place = np.divmod(starts, slots.block_size)
+    kv_slots = slots.block_ids[chosen, block] * slots.block_size + place
+    return Batch(
+        request_slots=chosen,
+        first_tokens=indices,
+        starts=starts,
+        counts=ones,
+        settled=ones,
+        samples=Samples(indices, indices, chosen, starts + 1),
+        inputs=(slots.token_ids[chosen, starts], starts, kv_slots),
+        plans={
+            window: plan_attention(slots.block_ids, chosen, starts, ones, window)
+            for window in windows
+        },
+        can_be_recorded=True,
+        adapters=slots.adapters[chosen],
+    )
 
 
 def _samples(

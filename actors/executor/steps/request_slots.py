@@ -152,6 +152,11 @@ class RequestSlots:
         self.block_ids[slot, first : first + len(block_ids)] = block_ids
         self.num_blocks[slot] = first + len(block_ids)
 
+    @property
+    def are_plain(self) -> bool:
+        """Whether no sequence has images, embeddings or logprobs of its prompt."""
+        return not (self._axes or self._embeds or self._images or self.with_prompt_logprobs)
+
     def has_embeds(self, slot: int) -> bool:
         """Whether embeddings replace tokens of the slot's prompt not computed yet."""
         return slot in self._embeds

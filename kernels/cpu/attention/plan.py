@@ -19,6 +19,9 @@ from trouper.kernels.ops import Integers, OpsConfig
 UNLIMITED = 2**62
 # Each thread gets this many work items on average, so that threads which finish early take over work of others.
 ITEMS_PER_THREAD = 4
+# The columns of a token with its keys in one span; the first four depend on the token.
+ONE_SPAN = (0, 0, 0, 0, -1, 1, 1, 0)
+NO_MERGES, NO_TILES = np.empty((0, 3), np.int64), np.empty((0, 4), np.int64)
 
 
 class NativePlan(msgspec.Struct, frozen=True, dict=True):
@@ -92,6 +95,8 @@ class AttentionPlanner:
     ) -> NativePlan:
         """Implement `CpuOps.plan`."""
         rows_C, starts_C, counts_C = (np.asarray(x, np.int64) for x in (rows, starts, counts))
+        if are_prompts is None and self._are_single(rows_C, starts_C, counts_C):
+            return self._of_single(block_ids, rows_C, starts_C, window)
         firsts_C, ends_C = np.cumsum(counts_C) - counts_C, starts_C + 1
         begins_C = np.zeros_like(ends_C) if window is None else np.maximum(0, ends_C - window)
         is_lone_C = counts_C == 1 if are_prompts is None else ~are_prompts
@@ -121,6 +126,33 @@ class AttentionPlanner:
                     for offset in reversed(range(0, count, tile))
                 ]
         return self._plan_of(block_ids, found, tiles, window, later)
+
+    def _are_single(self, rows_C: np.ndarray, starts_C: np.ndarray, counts_C: np.ndarray) -> bool:
+        """Test whether each entry is one token of another sequence, with its keys in one span."""
+        if counts_C.max(initial=0) > 1 or starts_C.max(initial=0) >= self._span:
+            return False
+        return len(set(rows_C.tolist())) == len(rows_C)
+
+    def _of_single(
+        self, block_ids: np.ndarray, rows_C: np.ndarray, starts_C: np.ndarray, window: int | None
+    ) -> NativePlan:
+        """Make the plan of such entries, the same as `plan` in fewer array operations."""
+        spans = np.empty((len(rows_C), 8), np.int64)
+        spans[:] = ONE_SPAN
+        spans[:, 0] = np.arange(len(rows_C))
+        spans[:, 1] = rows_C
+        if window is not None:
+            spans[:, 2] = np.maximum(0, starts_C + 1 - window)
+        spans[:, 3] = starts_C + 1
+        return NativePlan(
+            block_ids,
+            spans,
+            NO_MERGES,
+            np.empty((0, self._config.num_q_heads, self._config.head_dim + 2), np.float32),
+            self._heads_per_item(len(spans)),
+            NO_TILES,
+            UNLIMITED if window is None else window,
+        )
 
     def _plan_of(
         self,

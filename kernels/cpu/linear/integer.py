@@ -247,7 +247,7 @@ INTEGER_LINEARS = {
 
 
 class StackedLinear(LinearMethod):
-    """Layers with the same inputs in several formats, whose outputs are concatenated.
+    """Layers of several formats with the same inputs. Their outputs are concatenated.
 
     GGUF files often have more bits for some parts of a fused layer, such as the values of an attention. Each part is one launch, which
     writes its columns of the result.

@@ -352,7 +352,7 @@ class ByteProduct:
         """Prefetch a later word of a panel.
 
         Args:
-            place: which of the panels that are read together this is.
+            place: number of the panel among those read together.
             number: the word's number in its group, if the words are unrolled.
             more: what is added to `word`.
         """

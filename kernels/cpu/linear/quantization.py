@@ -86,7 +86,7 @@ class IntegerWeight(NamedTuple):
 
 
 class StackedWeight(NamedTuple):
-    """Matrices in several formats whose outputs are concatenated, such as the parts of a fused layer."""
+    """Matrices in several formats with concatenated outputs, such as the parts of a fused layer."""
 
     parts: tuple[IntegerWeight, ...]
 
@@ -108,7 +108,7 @@ class PackedWeight(NamedTuple):
 
     @property
     def minima_kind(self) -> Kind | None:
-        """Return the type of the minima, which is that of their integers in blocks."""
+        """Return the type of the minima: in blocks, the type of their integers."""
         if self.has_block_minima:
             return "i8"
         return None if self.minima is None else KINDS[self.minima.dtype]

@@ -82,7 +82,7 @@ class DecoderPass:
                 self._stop_recording(error)
         hidden_TE = self._share.hidden_TE
         if hidden_TE is not None:
-            hidden_TE = hidden_TE[: len(batch.tokens.ids_T)]
+            hidden_TE = hidden_TE[: batch.num_tokens]
         states = None
         if self._mixers is not None:
             states = StepStates(*batch.entries, mixers=self._mixers)

@@ -115,7 +115,7 @@ class RecordedDecoderSteps:
     def can_forward(self, batch: Batch) -> bool:
         """Whether every token attends separately and has an id, and the step is not too large."""
         has_single_tokens = batch.can_be_recorded and not batch.embeds
-        return has_single_tokens and len(batch.tokens.ids_T) <= self._max_rows
+        return has_single_tokens and batch.num_tokens <= self._max_rows
 
     def record(self, batch: Batch) -> None:
         """Record a step of this size unless one is recorded already.
@@ -138,11 +138,10 @@ class RecordedDecoderSteps:
             NotRecordableError: torch computes some operation of this model.
         """
         samples = batch.samples
-        num_rows, num_drawn = len(batch.tokens.ids_T), len(samples.entries)
+        num_rows, num_drawn = batch.num_tokens, len(samples.entries)
         step, is_drawn = self._step_for(batch, may_draw=may_draw)
-        # numpy copies these because every call of torch releases the GIL, and a busy event loop then keeps it for a while.
-        for held, now in zip(self._inputs, batch.tokens[:3], strict=True):
-            held[:num_rows] = now.numpy()
+        for held, now in zip(self._inputs, batch.inputs, strict=True):
+            held[:num_rows] = now
         if self._mixers is not None:
             self._set_entries(batch, num_rows)
         picked, slots, ends, tokens = self._draws
@@ -180,7 +179,7 @@ class RecordedDecoderSteps:
 
     def _step_for(self, batch: Batch, *, may_draw: bool = True) -> tuple[_RecordedStep, bool]:
         """Return the recording for a batch, and whether it includes sampling."""
-        samples, num_rows = batch.samples, len(batch.tokens.ids_T)
+        samples, num_rows = batch.samples, batch.num_tokens
         is_drawn = (
             may_draw
             and self._draws_here
