@@ -5,7 +5,8 @@
 
 The model has random weights in the shape of Qwen3.5-0.8B or LFM2-1.2B. Without `--part`, all parts run:
 
-    speed    16 × (128 in, 64 out) and one stream of (32 in, 64 out), beside transformers and, on the same GGUF file, beside llama.cpp
+    speed    16 × (128 in, 64 out) and one stream of (32 in, 64 out), beside transformers
+    gguf     the same and a prompt of 2,048 tokens beside llama.cpp, if a file is given, which both engines read
     impl     the same by trouper's own code and by way of transformers
     saves    prompts of 2,048 new tokens, and 16 × (512 in, 256 out), with and without saved states
     chat     eight turns of 300 tokens, and a second prompt with the same first 1,000 tokens
@@ -28,6 +29,7 @@ from typing import Annotated, Any
 import typer
 
 from trouper import LLM, SamplingParams, TokensPrompt
+from trouper.actors.runtime.startup import num_physical_cores
 from trouper.bench import peers
 from trouper.bench.cli.options import ReportOptions, note
 from trouper.bench.studies.command import run_study
@@ -36,7 +38,7 @@ from trouper.frontends.cli.arguments.options import expand_options
 from trouper.outputs import RequestOutput
 
 VOCABULARY = range(3, 32000)
-WORKLOADS = ("1x32x64", "16x128x64")
+WORKLOADS, PROMPT = ("1x32x64", "16x128x64"), "1x2048x1"
 TURN_TOKENS, ANSWER_TOKENS, NUM_TURNS, SHARED_TOKENS = 300, 100, 8, 1000
 OPTIONS: dict[str, Any] = {
     "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 4096, "max_num_seqs": 16,
@@ -85,19 +87,30 @@ class Study:
         self._random = random.Random(0)
 
     def speed(self) -> list[dict[str, Any]]:
-        """Compare trouper with transformers, and with llama.cpp if there is a GGUF file."""
-        found = self._compare(self._folder, ("transformers",), "dummy", None)
-        if self._gguf:
-            found += self._compare(self._gguf, ("llama.cpp",), "auto", self._gguf)
-        return found
+        """Compare trouper with transformers."""
+        return self._compare(self._folder, ("transformers",), "dummy", None)
+
+    def gguf(self) -> list[dict[str, Any]]:
+        """Compare trouper with llama.cpp on the same file.
+
+        Raises:
+            TrouperValidationError: no file is given.
+        """
+        if self._gguf is None:
+            raise TrouperValidationError(
+                "the part gguf needs a file of this geometry", parameter="gguf", value=None
+            )
+        return self._compare(self._gguf, ("llama.cpp",), "auto", self._gguf)
 
     def _compare(
         self, model: str, others: tuple[str, ...], load_format: str, gguf: str | None
     ) -> list[dict[str, Any]]:
         settings = peers.Settings(
-            model=model, dtype="bfloat16", load_format=load_format, peers=others, gguf=gguf, pythons=self._pythons, threads=2,
+            model=model, dtype="bfloat16", load_format=load_format, peers=others, gguf=gguf, pythons=self._pythons,
+            threads=num_physical_cores(),
         )  # fmt: skip
-        works = [peers.parse_workload(text) for text in WORKLOADS]
+        texts = (*WORKLOADS, PROMPT) if gguf else WORKLOADS
+        works = [peers.parse_workload(text) for text in texts]
         record = peers.compare(settings, works, self._num_rounds, VOCABULARY, report=note)
         return record["results"]
 
@@ -114,7 +127,7 @@ class Study:
         """Compare runs that save states with runs without a prefix cache. No prompt begins as another one."""
         ways = {"saving": OPTIONS, "without": OPTIONS | {"enable_prefix_caching": False}}
         return {
-            "1x2048x1": self._interleaved(ways, 1, 2048, 1),
+            PROMPT: self._interleaved(ways, 1, 2048, 1),
             "16x512x256": self._interleaved(ways, 16, 512, 256),
         }
 
@@ -208,7 +221,7 @@ def _resident_mb() -> float:
 
 
 PARTS: dict[str, Callable[[Study], Any]] = {
-    "speed": Study.speed, "impl": Study.impl, "saves": Study.saves, "chat": Study.chat, "memory": Study.memory,
+    "speed": Study.speed, "gguf": Study.gguf, "impl": Study.impl, "saves": Study.saves, "chat": Study.chat, "memory": Study.memory,
 }  # fmt: skip
 
 
@@ -233,7 +246,7 @@ def recurrent(
     report: ReportOptions,
 ) -> None:
     """Measure recurrent models beside other engines, and their prefixes and saved states."""
-    names = part or [*PARTS]
+    names = part or [name for name in PARTS if name != "gguf" or gguf]
     for name in names:
         if name not in PARTS:
             raise TrouperValidationError(

@@ -139,7 +139,7 @@ class NativeRecurrentOps(RecurrentOps):
             return super().gated_delta(
                 q_THK, k_THK, v_THV, decay, beta_TH, state_SHKV, entries, normalises=normalises
             )
-        tile = gated_delta.tile_of(k_dim, v_dim)
+        tile = gated_delta.tile_of(k_dim, v_dim, is_single=num_tokens == len(entries.rows))
         num_bytes, num_threads = gated_delta.scratch_bytes(k_dim, tile), torch.get_num_threads()
         kernel = compiled(gated_delta.gated_delta, self._kind, tile, decay.dim() == 3, normalises)
         out_THV = torch.empty((num_tokens, num_heads, v_dim), dtype=v_THV.dtype)

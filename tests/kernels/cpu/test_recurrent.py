@@ -158,6 +158,11 @@ def test_any_cut_gives_the_same_bits(name, dtype):
         found.append(y[count:])
     assert torch.equal(torch.cat(found), wanted)
     assert torch.equal(state[1], whole[1])
+    # Steps of one token each.
+    alone = state_of(case)
+    for token in range(4):
+        y = case.run(ops, cut(case, [(token, token + 1)]), alone, entries_of((1, token, 1)))
+        assert torch.equal(y, wanted[token : token + 1])
 
 
 @needs_native
