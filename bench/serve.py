@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -205,11 +206,14 @@ def local_server(*arguments: str) -> Iterator[LocalServer]:
                 break
         else:
             raise SystemExit("the server did not start: " + "".join(lines[-3:]).strip())
+        # A full pipe would stop the server at its next log line.
+        reader = threading.Thread(target=server.stderr.read)
+        reader.start()
         try:
             yield LocalServer(int(re.findall(r":(\d+)", line)[-1]), server.pid)
         finally:
             server.terminate()
-            server.stderr.read()
+            reader.join()
     if server.returncode:
         raise SystemExit(f"the server ended with {server.returncode}")
 

@@ -197,7 +197,16 @@ def test_what_is_left_out_fits_what_is_given(folder):
 
 @pytest.mark.parametrize(
     ("wished", "length"),
-    [("8k", 8000), ("8K", 8192), ("1.5k", 1500), ("64", 64), (64, 64), ("0.001M", 1048)]
+    [
+        ("8k", 8000),
+        ("8K", 8192),
+        ("1.5k", 1500),
+        ("64", 64),
+        (64, 64),
+        ("0.001M", 1048),
+        ("1KiB", 1024),
+        ("8kiB", 8192),
+    ]
     + [(nothing, 10_000) for nothing in (None, -1, "-1", "auto")],
 )
 def test_lengths_may_be_written_for_people(folder, wished, length):

@@ -1,12 +1,7 @@
 """A server process with several models: names, states, metrics, failures; and streams that survive swaps and killed workers."""
 
 import json
-import os
-import random
 import shutil
-import signal
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -147,33 +142,3 @@ def test_administrator_sleeps_and_wakes_one_model(server):
     assert get(server, "/is_sleeping?model=code") == {"is_sleeping": True}
     assert server.request("POST", "/wake_up?model=code")[0] == 200
     assert completion(server, "code", PROMPTS[0])
-
-
-@pytest.mark.slow
-def test_swaps_and_kills_change_no_token(server):
-    """Two models share memory for one; workers are killed at random; every text is the one of a quiet server."""
-    wanted = {
-        (prompt, seed): completion(server, "chat", prompt, seed, 24)
-        for prompt in PROMPTS
-        for seed in range(3)
-    }
-    rng, is_over, peaks, num_kills = random.Random(1), threading.Event(), [], 0
-
-    def harm():
-        nonlocal num_kills
-        while not is_over.wait(0.25):
-            found = workers(server.pid)
-            peaks.append(resident(found))
-            if found and num_kills < 2 and rng.random() < 0.3:
-                num_kills += 1
-                os.kill(rng.choice(found), signal.SIGKILL)
-
-    asked = [(rng.choice(("chat", "code")), *rng.choice(list(wanted))) for _ in range(24)]
-    with ThreadPoolExecutor(9) as pool:
-        harming = pool.submit(harm)
-        texts = list(pool.map(lambda each: completion(server, *each, num=24), asked))
-        is_over.set()
-        harming.result()
-    assert texts == [wanted[prompt, seed] for _, prompt, seed in asked]
-    assert num_kills
-    assert max(peaks) <= 1.05 * 420 * 2**20

@@ -96,7 +96,7 @@ def log_idle_options(args: EngineArgs) -> None:
 
 
 def human_int(value: Any, parameter: str) -> int:
-    """Parse `8k`, `1M` or `4096`: lower-case suffixes are decimal, upper-case ones binary.
+    """Parse `8k`, `1M`, `64MiB` or `4096`: lower-case suffixes are decimal, upper-case ones and those with `iB` binary.
 
     Raises:
         TrouperValidationError: the value is not a number; the message names the parameter.
@@ -107,6 +107,8 @@ def human_int(value: Any, parameter: str) -> int:
         if not isinstance(value, str):
             return operator.index(value)
         text = value.strip()
+        if text.endswith("iB"):
+            text = text[:-2].upper()
         return int(float(text[:-1]) * UNITS[text[-1]]) if text[-1:] in UNITS else int(text)
     except (OverflowError, TypeError, ValueError):
         raise invalid(parameter, "must be a number such as 4096, 8k or 1M", value) from None
