@@ -25,7 +25,8 @@ from trouper.frontends.server.http.context import (
     Scope,
     Send,
 )
-from trouper.frontends.server.http.decoding import decode
+from trouper.frontends.server.http.decoding import Decoded, decode
+from trouper.frontends.server.http.forms import Form
 from trouper.frontends.server.http.headers import HostNames, cors_headers
 from trouper.frontends.server.http.logs import access_line
 from trouper.frontends.server.http.route import Route
@@ -222,21 +223,24 @@ class App:
             if residency is not None:
                 service = (await choose_model(residency, context, route, None)).service
             return route, service, None
-        kind = (context.header(b"content-type") or b"").partition(b";")[0].strip().lower()
         memory = stack.enter_context(self.service.bodies.open())
         await context.read_body(self._settings, memory)
         body = memory.whole()
+        form: Form | None = None
+        if route.takes_form:
+            header, limiter = context.header(b"content-type") or b"", service.threads
+            form = await anyio.to_thread.run_sync(Form, body, header, limiter=limiter)
+            body = form.model_key()
+            memory.release()
         if residency is not None:
             service = (await choose_model(residency, context, route, body)).service
         if route.generates or route.tokenizes:
             context.ticket = stack.enter_context(service.enter(context))
-        is_json = kind == b"application/json" or (
-            route.takes_any_type and context.header(b"origin") is None
-        )
-        if not is_json and (body or route.generates):
-            raise HTTPError(
-                400, "invalid_content_type", "the content type must be application/json"
-            )
+        if form is not None:
+            assert route.body is not None
+            return route, service, self._noted(context, service, route, form.decoded(route.body))
+        if body or route.generates:
+            _check_json(context, route)
         if not body and route.access == "admin":
             return route, service, route.body()  # all fields have defaults
         if route.choose is not None:
@@ -247,9 +251,15 @@ class App:
         decoded = await decode(body, route.body, service.threads)
         if not decoded.holds_body:
             memory.release()
+        return route, service, self._noted(context, service, route, decoded)
+
+    def _noted(
+        self, context: RequestContext, service: Service, route: Route, decoded: Decoded
+    ) -> Any:
+        """Return the request, and name its unknown fields in a header and in the log."""
         if decoded.unknown:
             context.own_headers += service.unknown.note(route.path, decoded.unknown)
-        return route, service, decoded.request
+        return decoded.request
 
     async def _attend(
         self, context: RequestContext, service: Service, act: Any, timeout_s: float
@@ -303,3 +313,12 @@ class App:
             if is_due and (interval_s or service.is_stalled):
                 await context.send_comment()
         handler.cancel()
+
+
+def _check_json(context: RequestContext, route: Route) -> None:
+    """Raise HTTPError unless the client says that the body is JSON."""
+    kind = (context.header(b"content-type") or b"").partition(b";")[0].strip().lower()
+    if kind == b"application/json":
+        return
+    if not route.takes_any_type or context.header(b"origin") is not None:
+        raise HTTPError(400, "invalid_content_type", "the content type must be application/json")

@@ -44,6 +44,12 @@ from trouper.frontends.server.openai.requests import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from trouper.frontends.server.openai.transcriptions import (
+    Transcription,
+    TranscriptionRequest,
+    create_transcription,
+    refuse_translation,
+)
 from trouper.frontends.server.ops import control, models, operations, slots, ui
 from trouper.frontends.server.ops.control import (
     AbortRequest,
@@ -227,6 +233,14 @@ ROUTES = (
     Route("POST", "/v1/rerank", "user", routes.create_rerank, RerankRequest, True, pools=True),
     Route("POST", "/v2/rerank", "user", routes.create_rerank, RerankRequest, True, pools=True),
     Route("POST", "/v2/embed", "user", routes.create_cohere_embedding, CohereEmbedRequest, True, pools=True),
+    Route(
+        "POST", "/v1/audio/transcriptions", "user", create_transcription, TranscriptionRequest, True,
+        reply=Transcription, takes_form=True,
+    ),
+    Route(
+        "POST", "/v1/audio/translations", "user", refuse_translation, TranscriptionRequest, True,
+        takes_form=True,
+    ),
     Route("POST", "/tokenize", "user", tokens.tokenize, TokenizeRequest, tokenizes=True),
     Route("POST", "/detokenize", "user", tokens.detokenize, DetokenizeRequest, tokenizes=True),
     Route("POST", "/apply-template", "user", tokens.apply_template, ApplyTemplateRequest, tokenizes=True),

@@ -32,7 +32,7 @@ from trouper.frontends.server.generation.streams import (
     open_generations,
     read_each,
 )
-from trouper.frontends.server.http.context import RequestContext
+from trouper.frontends.server.http.context import TEXT, RequestContext
 from trouper.frontends.server.http.headers import REQUEST_HEADER, load_report, read_placement
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.usage import CachedTokens, ReasoningUsage, Usage
@@ -221,7 +221,10 @@ class Driver(Generic[A]):
             if form is not None:
                 stats = self._service.engine.statistics().scheduler
                 self._context.own_headers += load_report(form, stats)
-            await self._context.send_json(reply)
+            if isinstance(reply, str):
+                await self._context.send_body(reply.encode(), TEXT)
+            else:
+                await self._context.send_json(reply)
 
     async def complete(self) -> object:
         """Return the complete reply without sending it.

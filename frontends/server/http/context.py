@@ -27,6 +27,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 JSON = b"application/json"
+TEXT = b"text/plain; charset=utf-8"
 EVENTS = b"text/event-stream; charset=utf-8"
 LINES = b"application/x-ndjson"
 DONE = b"data: [DONE]\n\n"

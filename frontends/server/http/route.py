@@ -46,3 +46,5 @@ class Route(msgspec.Struct, frozen=True):
     errors: ErrorForm = OPENAI_ERRORS
     # Whether a body of any content type is read as JSON.  A browser's page cannot post one: requests with an Origin are refused.
     takes_any_type: bool = False
+    # Whether the body is a form with a file, multipart/form-data, instead of JSON.
+    takes_form: bool = False

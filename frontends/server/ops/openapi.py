@@ -103,7 +103,8 @@ def _operation(route: Route, refs: dict[Any, Any]) -> dict[str, Any]:
     if route.access == "public":
         found["security"] = []
     if route.body is not None:
-        content = {"application/json": {"schema": refs[route.body]}}
+        kind = "multipart/form-data" if route.takes_form else "application/json"
+        content = {kind: {"schema": refs[route.body]}}
         found["requestBody"] = {"required": route.access != "admin", "content": content}
     is_looked_up = route.body is not None or "{" in route.path
     statuses = ANYWHERE + (TAKING_WORK if is_looked_up else ())

@@ -7,14 +7,13 @@ spends time on its state.
 import anyio
 
 from trouper import __version__
-from trouper.frontends.server.http.context import RequestContext
+from trouper.frontends.server.http.context import TEXT, RequestContext
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import Headers, HTTPError
 
 FOLDER = "/ui/"
 FILE = "/ui/{file}"
 STATE = "/ui/state"
-TEXT = b"text/plain; charset=utf-8"
 # The page loads its own files and asks its own server, and nothing else; no text can become markup or a script.
 POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "

@@ -165,6 +165,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "reasoning_format": ("auto", "deepseek"),
     "modalities": (["text"],),
     "function_call": ("none", "auto"),
+    "chunking_strategy": ("auto",),
     "truncation": ("disabled",),
     "top_logprobs": (0,),
     "use_beam_search": (0,),
@@ -229,6 +230,19 @@ CHAT = Others(
         "suffix": "use /v1/completions",
         "prompt_embeds": "use a part of type prompt_embeds in a message",
         **dict.fromkeys(("mm_payload", "media_path"), USE_PARTS),
+    },
+    HARMLESS,
+)
+TRANSCRIPTION = Others(
+    {
+        "include": "logprobs of transcripts are not returned; leave it out",
+        "chunking_strategy": "a recording is transcribed as a whole; leave it out",
+        **dict.fromkeys(
+            ("known_speaker_names", "known_speaker_references"),
+            "speakers are not told apart; leave it out",
+        ),
+        "hotwords": "use prompt, which Qwen3-ASR reads",
+        "to_language": "use /v1/chat/completions with a part input_audio",
     },
     HARMLESS,
 )
