@@ -5,7 +5,7 @@ import typer
 
 from trouper.actors.rendering.media.files import MAX_FILE_BYTES
 from trouper.errors import TrouperValidationError
-from trouper.frontends.cli.arguments.values import image_files, image_url
+from trouper.frontends.cli.arguments.values import audio_url, image_url, media_files
 from trouper.frontends.cli.chat.conversation import Conversation, load
 
 URL = "data:image/png;base64,iVBORw=="
@@ -17,7 +17,7 @@ def test_files_become_urls(tmp_path):
     for begin, kind in begins.items():
         file = tmp_path / "a"
         file.write_bytes(begin)
-        assert image_url(*image_files([file])).startswith(f"data:image/{kind};base64,")
+        assert image_url(*media_files([file])).startswith(f"data:image/{kind};base64,")
     assert image_url(b"\x89PNG") == URL
 
 
@@ -30,7 +30,7 @@ def test_unusable_file_is_named(tmp_path, kind):
         with path.open("wb") as file:
             file.truncate(MAX_FILE_BYTES + 1)
     with pytest.raises(typer.BadParameter, match=kind):
-        image_files([path])
+        media_files([path])
 
 
 def test_first_question_has_the_images():
@@ -50,6 +50,24 @@ def test_saved_conversation_keeps_images():
     loaded, _ = load(conversation.dumped({}))
     assert loaded.messages() == conversation.messages()
     assert loaded.messages("why?")[-1]["content"] == "why?"
+
+
+def test_recordings_are_kept_like_images():
+    url = audio_url(b"RIFF")
+    assert [audio_url(x).partition(";")[0][11:] for x in (b"fLaC", b"OggS", b"ID3")] == [
+        "flac",
+        "ogg",
+        "mp3",
+    ]
+    conversation = Conversation(None, [url])
+    (message,) = conversation.messages("what?")
+    assert message["content"][0] == {
+        "type": "input_audio",
+        "input_audio": {"data": "UklGRg==", "format": "wav"},
+    }
+    conversation.append("what?", "that", 9)
+    loaded, _ = load(conversation.dumped({}))
+    assert loaded.messages() == conversation.messages()
 
 
 def test_other_parts_are_not_loaded():

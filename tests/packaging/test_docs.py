@@ -72,6 +72,23 @@ def test_example_of_images_runs(tmp_path):
     assert "55 prompt tokens, 4 tokens" in done.stderr
 
 
+@pytest.mark.slow
+def test_example_of_audio_runs(tmp_path):
+    make = runpy.run_path(str(EXAMPLES / "tiny_audio_model.py"))["make"]
+    make(tmp_path)
+    command = re.search(r'^python -c "(.*)"$', (ROOT / "docs/audio.md").read_text(), re.MULTILINE)
+    subprocess.run([sys.executable, "-c", command[1]], cwd=tmp_path, check=True)
+    line = [sys.executable, "-m", "trouper", "chat", str(tmp_path), "--audio", "tone.wav"]
+    done = subprocess.run(
+        [*line, "-q", "What do you hear?", "--max-tokens", "4", "--stats"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "50 prompt tokens, 4 tokens" in done.stderr
+
+
 def test_readme_installs_and_answers_in_two_lines():
     first = code_blocks(README, "sh")[0].splitlines()
     assert first[0].endswith(".venv/bin/pip install -q '.[server]'")

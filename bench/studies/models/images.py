@@ -222,8 +222,8 @@ def _gaps(engine: LLMEngine, seed: int) -> tuple[list[float], list[float]]:
     while not is_over:
         outputs = engine.step()
         is_over = any(output.request_id == "image" for output in outputs)
-        # The step that reads the rows is that of a prompt, whose length is another subject.
-        if not is_over and outputs:
+        # Encoded at once, the image delays a single step: the one that also reads its rows.
+        if outputs:
             busy.append(perf_counter())
     engine.abort_request(names)
     while engine.has_unfinished_requests():

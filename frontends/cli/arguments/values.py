@@ -16,6 +16,7 @@ from trouper.lora import LoRARequest
 
 # The first bytes of each format but WebP.
 IMAGE_TYPES = {b"\xff\xd8": "jpeg", b"\x89PNG": "png", b"GIF8": "gif", b"BM": "bmp"}
+AUDIO_TYPES = {b"RIFF": "wav", b"fLaC": "flac", b"OggS": "ogg"}
 LoraOption = Annotated[
     str | None,
     typer.Option(metavar="FOLDER", help="Folder of a LoRA adapter to apply to the model."),
@@ -34,10 +35,16 @@ ImageOption = Annotated[
 ]
 
 
-def image_files(paths: Sequence[Path] | None) -> tuple[bytes, ...]:
-    """Read the files of images; raises typer.BadParameter.
+AudioOption = Annotated[
+    list[Path] | None,
+    typer.Option("--audio", metavar="FILE", help="Recording for a model that hears; repeatable."),
+]
 
-    A file is not decoded here: the engine or the server does that, as with images of other clients.
+
+def media_files(paths: Sequence[Path] | None, option: str = "--image") -> tuple[bytes, ...]:
+    """Read the files of images or recordings; raises typer.BadParameter.
+
+    A file is not decoded here: the engine or the server does that, as with files of other clients.
     """
     found: list[bytes] = []
     for path in paths or ():
@@ -47,10 +54,10 @@ def image_files(paths: Sequence[Path] | None) -> tuple[bytes, ...]:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             rule = f"{path} cannot be read: {reason}"
-            raise typer.BadParameter(rule, param_hint="--image") from None
+            raise typer.BadParameter(rule, param_hint=option) from None
         if len(data) > MAX_FILE_BYTES:
-            rule = f"{path} has more than the {MAX_FILE_BYTES} bytes that an image may have"
-            raise typer.BadParameter(rule, param_hint="--image")
+            rule = f"{path} has more than the {MAX_FILE_BYTES} bytes that a file may have"
+            raise typer.BadParameter(rule, param_hint=option)
         found.append(data)
     return tuple(found)
 
@@ -59,6 +66,12 @@ def image_url(data: bytes) -> str:
     """Return a file as a URL.  Its type comes from its first bytes, because some servers read only known types."""
     kind = next((kind for begin, kind in IMAGE_TYPES.items() if data.startswith(begin)), "webp")
     return f"data:image/{kind};base64,{b64encode(data).decode()}"
+
+
+def audio_url(data: bytes) -> str:
+    """Return a file as a URL, with the type that its first bytes show; MP3 has no fixed ones."""
+    kind = next((kind for begin, kind in AUDIO_TYPES.items() if data.startswith(begin)), "mp3")
+    return f"data:audio/{kind};base64,{b64encode(data).decode()}"
 
 
 def integers(text: str) -> list[int]:

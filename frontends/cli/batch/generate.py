@@ -5,7 +5,6 @@ through one engine, so they are batched.
 """
 
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
@@ -20,10 +19,11 @@ from trouper.frontends.cli import output
 from trouper.frontends.cli.arguments.misplaced import check_generates, check_texts
 from trouper.frontends.cli.arguments.options import SamplingOptions, expand_options
 from trouper.frontends.cli.arguments.values import (
+    AudioOption,
     ImageOption,
     LoraOption,
     chosen_adapter,
-    image_files,
+    media_files,
 )
 from trouper.frontends.cli.batch.prompt_run import BulkRun, Outcomes
 from trouper.frontends.cli.batch.prompts import Prompt, PromptFileOptions, PromptSource
@@ -71,6 +71,7 @@ def generate(
         typer.Option(help="Print text as it is generated; on by default for one completion."),
     ] = None,
     image: ImageOption = None,
+    audio: AudioOption = None,
     lora: LoraOption = None,
     echo: Annotated[bool, typer.Option(help="Print the prompt before its completion.")] = True,
     as_json: Annotated[
@@ -88,12 +89,13 @@ def generate(
 ) -> None:
     """Complete one or more prompts.
 
-    Without PROMPT, all of stdin is one prompt. A failed prompt is reported, and the others continue. With --image, each
-    prompt must have the model's placeholder, such as <image>, once for each image; `chat --image` needs none.
+    Without PROMPT, all of stdin is one prompt. A failed prompt is reported, and the others continue. With --image or
+    --audio, each prompt must have the model's placeholder, such as <image>, once for each file; `chat` needs none.
     """
     check_texts(prompts, engine_args.model, "generate", "PROMPT")
     check_output(output_file, COLUMNS, source.prompt_file)
-    images = image_files(image)
+    media = {"image": media_files(image), "audio": media_files(audio, "--audio")}
+    media = {modality: list(files) for modality, files in media.items() if files}
     if sampling.seed is not None:
         engine_args.seed = sampling.seed
     with PromptSource(prompts, source, "PROMPT") as given:
@@ -119,7 +121,7 @@ def generate(
                 printer = _RecordPrinter(file)
             else:
                 printer = _TextPrinter(echo, params)
-            completing = _Completing(given, params, images, adapter, printer, outcomes, figures)
+            completing = _Completing(given, params, media, adapter, printer, outcomes, figures)
             run_engine(config, completing.run_all)
     if stats or (stats is None and (given.is_from_file or output.is_terminal(sys.stderr))):
         print(figures, file=sys.stderr)
@@ -133,7 +135,7 @@ class _Completing:
         self,
         prompts: PromptSource,
         params: SamplingParams,
-        images: Sequence[bytes],
+        media: dict[str, list[bytes]],
         adapter: LoRARequest | None,
         printer: "_TextPrinter | _RecordPrinter",
         outcomes: Outcomes,
@@ -141,7 +143,7 @@ class _Completing:
     ) -> None:
         self._prompts = prompts
         self._params = params
-        self._images = list(images)
+        self._media = media
         self._adapter = adapter
         self._printer = printer
         self._outcomes = outcomes
@@ -162,8 +164,8 @@ class _Completing:
     def _open_one(self, engine: "AsyncLLMEngine", text: str) -> "Generation[RequestOutput]":
         number = str(next(self._numbers))
         prompt: Any = text
-        if self._images:
-            prompt = {"prompt": text, "multi_modal_data": {"image": self._images}}
+        if self._media:
+            prompt = {"prompt": text, "multi_modal_data": self._media}
         return engine.generate(prompt, self._params, number, lora_request=self._adapter)
 
     async def _finish(

@@ -21,11 +21,13 @@ from trouper.frontends.cli.arguments.options import (
     expand_options,
 )
 from trouper.frontends.cli.arguments.values import (
+    AudioOption,
     ImageOption,
     LoraOption,
+    audio_url,
     chosen_adapter,
-    image_files,
     image_url,
+    media_files,
 )
 from trouper.frontends.cli.chat.conversation import (
     WITH_USAGE,
@@ -88,6 +90,7 @@ def chat(
         ),
     ] = None,
     image: ImageOption = None,
+    audio: AudioOption = None,
     lora: LoraOption = None,
     stats: StatsOption = False,
     *,
@@ -103,12 +106,13 @@ def chat(
     """
     _take_model(named_model, remote, engine_args)
     message = quick_message(quick)
-    images = [image_url(data) for data in image_files(image)]
+    media = [image_url(data) for data in media_files(image)]
+    media += [audio_url(data) for data in media_files(audio, "--audio")]
 
     async def converse(
         ask: Ask, facts: dict[str, str], limit: int | None, interrupts: Interrupts
     ) -> None:
-        conversation = Conversation(system_prompt, images)
+        conversation = Conversation(system_prompt, media)
         subject = ChatSubject(
             conversation,
             sampling,

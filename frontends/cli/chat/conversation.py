@@ -25,6 +25,10 @@ MAX_FILE = 64 * 2**20
 Messages = list[dict[str, Any]]
 
 
+# The head of a `data:` URL of a recording, up to its format.
+AUDIO_HEAD = "data:audio/"
+
+
 class ContextFullError(TrouperClientError):
     """The messages have more tokens than the model's context.
 
@@ -41,7 +45,7 @@ class ChatTurn(NamedTuple):
     question: str
     answer: str
     num_tokens: int
-    # URLs of the images in front of the question.
+    # `data:` URLs of the images and recordings in front of the question.
     images: tuple[str, ...] = ()
 
 
@@ -55,7 +59,7 @@ class Conversation:
         """Begin a conversation.
 
         Args:
-            images: URLs of images, which go with the first question.
+            images: `data:` URLs of images and recordings, which go with the first question.
         """
         self.system = system
         self._images = tuple(images)
@@ -125,11 +129,20 @@ class Conversation:
 
 
 def _asked(question: str, images: Sequence[str]) -> dict[str, Any]:
-    """Return a message of the user, with its images in front of the text."""
+    """Return a message of the user, with its images and recordings in front of the text."""
     if not images:
         return {"role": "user", "content": question}
-    parts = [{"type": "image_url", "image_url": {"url": url}} for url in images]
+    parts = [_part(url) for url in images]
     return {"role": "user", "content": [*parts, {"type": "text", "text": question}]}
+
+
+def _part(url: str) -> dict[str, Any]:
+    """Return OpenAI's part for a `data:` URL of an image or a recording."""
+    head, _, data = url.partition(";base64,")
+    if head.startswith(AUDIO_HEAD):
+        form = head.removeprefix(AUDIO_HEAD)
+        return {"type": "input_audio", "input_audio": {"data": data, "format": form}}
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 class _SavedConversation(msgspec.Struct):
@@ -200,7 +213,7 @@ def load(data: bytes) -> tuple[Conversation, dict[str, Any]]:
 
 
 def _question(message: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
-    """Return the text and the URLs of the images of a saved question."""
+    """Return the text of a saved question, and its images and recordings as URLs."""
     images: list[str] = []
     texts: list[str] = []
     content: Any = message.get("content")
@@ -208,10 +221,12 @@ def _question(message: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
         match part:
             case {"type": "image_url", "image_url": {"url": str(url)}}:
                 images.append(url)
+            case {"type": "input_audio", "input_audio": {"data": str(data), "format": str(form)}}:
+                images.append(f"{AUDIO_HEAD}{form};base64,{data}")
             case {"type": "text", "text": str(text)}:
                 texts.append(text)
             case _:
-                raise _no_conversation("each part must be a text or an image_url")
+                raise _no_conversation("each part must be a text, an image_url or an input_audio")
     if isinstance(content, list):
         return "\n".join(texts), tuple(images)
     return _content(message), ()

@@ -18,7 +18,7 @@ from trouper.errors import EngineDeadError
 from trouper.frontends.server.admission.overload import Level
 from trouper.frontends.server.asgi.auth import Authenticator
 from trouper.frontends.server.asgi.routes import errors_at, path_of
-from trouper.frontends.server.http.body import ClientGone
+from trouper.frontends.server.http.body import Body, ClientGone
 from trouper.frontends.server.http.context import (
     Receive,
     RequestContext,
@@ -226,23 +226,29 @@ class App:
         memory = stack.enter_context(self.service.bodies.open())
         await context.read_body(self._settings, memory)
         body = memory.whole()
-        form: Form | None = None
-        if route.takes_form:
-            header, limiter = context.header(b"content-type") or b"", service.threads
-            form = await anyio.to_thread.run_sync(Form, body, header, limiter=limiter)
+        form = await self._form(context, body) if route.takes_form else None
+        if form is not None:
             body = form.model_key()
             memory.release()
         if residency is not None:
             service = (await choose_model(residency, context, route, body)).service
         if route.generates or route.tokenizes:
             context.ticket = stack.enter_context(service.enter(context))
-        if form is not None:
-            assert route.body is not None
-            return route, service, self._noted(context, service, route, form.decoded(route.body))
+        if form is None:
+            return await self._of_json(context, route, service, memory)
+        decoded = form.decoded(route.body)
+        return route, service, self._noted(context, service, route, decoded)
+
+    async def _of_json(
+        self, context: RequestContext, route: Route, service: Service, memory: Body
+    ) -> tuple[Route, Service, Any]:
+        body = memory.whole()
         if body or route.generates:
             _check_json(context, route)
+        assert route.body is not None
         if not body and route.access == "admin":
-            return route, service, route.body()  # all fields have defaults
+            # All fields have defaults.
+            return route, service, route.body()
         if route.choose is not None:
             route = await anyio.to_thread.run_sync(
                 route.choose, service, body, limiter=service.threads
@@ -252,6 +258,10 @@ class App:
         if not decoded.holds_body:
             memory.release()
         return route, service, self._noted(context, service, route, decoded)
+
+    async def _form(self, context: RequestContext, body: bytes | memoryview) -> Form:
+        header, limiter = context.header(b"content-type") or b"", self.service.threads
+        return await anyio.to_thread.run_sync(Form, body, header, limiter=limiter)
 
     def _noted(
         self, context: RequestContext, service: Service, route: Route, decoded: Decoded
