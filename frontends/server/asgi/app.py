@@ -18,14 +18,14 @@ from trouper.errors import EngineDeadError
 from trouper.frontends.server.admission.overload import Level
 from trouper.frontends.server.asgi.auth import Authenticator
 from trouper.frontends.server.asgi.routes import errors_at, path_of
-from trouper.frontends.server.http.body import Body, ClientGone
+from trouper.frontends.server.http.body import ClientGone
 from trouper.frontends.server.http.context import (
     Receive,
     RequestContext,
     Scope,
     Send,
 )
-from trouper.frontends.server.http.decoding import Decoded, decode
+from trouper.frontends.server.http.decoding import decode
 from trouper.frontends.server.http.forms import Form
 from trouper.frontends.server.http.headers import HostNames, cors_headers
 from trouper.frontends.server.http.logs import access_line
@@ -191,7 +191,8 @@ class App:
             elif route.generates or route.tokenizes:
                 # The limits are those of a model, and only the body names it.
                 self.service.check_serving()
-            route, service, request = await self._read(context, route, residency, stack)
+            read = self._read_form if route.takes_form else self._read
+            route, service, request = await read(context, route, residency, stack)
             act = partial(route.handler, service, context, request)
             if residency is not None and (route.generates or route.tokenizes):
                 model = residency.table.of_service(service)
@@ -223,32 +224,23 @@ class App:
             if residency is not None:
                 service = (await choose_model(residency, context, route, None)).service
             return route, service, None
+        kind = (context.header(b"content-type") or b"").partition(b";")[0].strip().lower()
         memory = stack.enter_context(self.service.bodies.open())
         await context.read_body(self._settings, memory)
         body = memory.whole()
-        form = await self._form(context, body) if route.takes_form else None
-        if form is not None:
-            body = form.model_key()
-            memory.release()
         if residency is not None:
             service = (await choose_model(residency, context, route, body)).service
         if route.generates or route.tokenizes:
             context.ticket = stack.enter_context(service.enter(context))
-        if form is None:
-            return await self._of_json(context, route, service, memory)
-        decoded = form.decoded(route.body)
-        return route, service, self._noted(context, service, route, decoded)
-
-    async def _of_json(
-        self, context: RequestContext, route: Route, service: Service, memory: Body
-    ) -> tuple[Route, Service, Any]:
-        body = memory.whole()
-        if body or route.generates:
-            _check_json(context, route)
-        assert route.body is not None
+        is_json = kind == b"application/json" or (
+            route.takes_any_type and context.header(b"origin") is None
+        )
+        if not is_json and (body or route.generates):
+            raise HTTPError(
+                400, "invalid_content_type", "the content type must be application/json"
+            )
         if not body and route.access == "admin":
-            # All fields have defaults.
-            return route, service, route.body()
+            return route, service, route.body()  # all fields have defaults
         if route.choose is not None:
             route = await anyio.to_thread.run_sync(
                 route.choose, service, body, limiter=service.threads
@@ -257,19 +249,32 @@ class App:
         decoded = await decode(body, route.body, service.threads)
         if not decoded.holds_body:
             memory.release()
-        return route, service, self._noted(context, service, route, decoded)
-
-    async def _form(self, context: RequestContext, body: bytes | memoryview) -> Form:
-        header, limiter = context.header(b"content-type") or b"", self.service.threads
-        return await anyio.to_thread.run_sync(Form, body, header, limiter=limiter)
-
-    def _noted(
-        self, context: RequestContext, service: Service, route: Route, decoded: Decoded
-    ) -> Any:
-        """Return the request, and name its unknown fields in a header and in the log."""
         if decoded.unknown:
             context.own_headers += service.unknown.note(route.path, decoded.unknown)
-        return decoded.request
+        return route, service, decoded.request
+
+    async def _read_form(
+        self,
+        context: RequestContext,
+        route: Route,
+        residency: Residency | None,
+        stack: ExitStack,
+    ) -> tuple[Route, Service, Any]:
+        """Read and decode a form; see `_read`."""
+        service, limiter = self.service, self.service.threads
+        content_type = context.header(b"content-type") or b""
+        memory = stack.enter_context(service.bodies.open())
+        await context.read_body(self._settings, memory)
+        form = await anyio.to_thread.run_sync(Form, memory.whole(), content_type, limiter=limiter)
+        memory.release()
+        if residency is not None:
+            service = (await choose_model(residency, context, route, form.model_key())).service
+        context.ticket = stack.enter_context(service.enter(context))
+        assert route.body is not None
+        decoded = form.decoded(route.body)
+        if decoded.unknown:
+            context.own_headers += service.unknown.note(route.path, decoded.unknown)
+        return route, service, decoded.request
 
     async def _attend(
         self, context: RequestContext, service: Service, act: Any, timeout_s: float
@@ -323,12 +328,3 @@ class App:
             if is_due and (interval_s or service.is_stalled):
                 await context.send_comment()
         handler.cancel()
-
-
-def _check_json(context: RequestContext, route: Route) -> None:
-    """Raise HTTPError unless the client says that the body is JSON."""
-    kind = (context.header(b"content-type") or b"").partition(b";")[0].strip().lower()
-    if kind == b"application/json":
-        return
-    if not route.takes_any_type or context.header(b"origin") is not None:
-        raise HTTPError(400, "invalid_content_type", "the content type must be application/json")

@@ -72,7 +72,7 @@ class TranscriptionRequest(msgspec.Struct, kw_only=True):
 
 
 class DurationUsage(msgspec.Struct):
-    """What a transcription is charged for, as OpenAI's of Whisper: begun seconds."""
+    """Count the begun seconds of a recording, as OpenAI's transcriptions of Whisper do."""
 
     seconds: int
     type: str = "duration"
