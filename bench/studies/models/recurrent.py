@@ -1,12 +1,12 @@
-"""Measure recurrent models: their speed beside other engines, and what prefixes and saved states cost and yield.
+"""Measure recurrent models: their speed relative to other engines, and what prefixes and saved states cost and yield.
 
     python -m trouper.bench.studies.models.recurrent [--geometry qwen35] [--layers 24] [--part speed] [--rounds 3]
         [--gguf FILE --llama-python PATH] [--output FILE.json]
 
 The model has random weights in the shape of Qwen3.5-0.8B or LFM2-1.2B. Without `--part`, all parts run:
 
-    speed    16 × (128 in, 64 out) and one stream of (32 in, 64 out), beside transformers
-    gguf     the same and a prompt of 2,048 tokens beside llama.cpp, if a file is given, which both engines read
+    speed    16 × (128 in, 64 out) and one stream of (32 in, 64 out), with transformers
+    gguf     the same and a prompt of 2,048 tokens with llama.cpp, if a file is given, which both engines read
     impl     the same by trouper's own code and by way of transformers
     saves    prompts of 2,048 new tokens, and 16 × (512 in, 256 out), with and without saved states
     chat     eight turns of 300 tokens, and a second prompt with the same first 1,000 tokens
@@ -156,7 +156,7 @@ class Study:
         """Play a chat, and send two prompts with the same beginning.
 
         Returns:
-            the part of the chat's prompt tokens that was computed; how long the first token of the last turn took for each computed
+            the part of the chat's prompt tokens to compute; how long the first token of the last turn took for each computed
             token, relative to the first turn; and the part of the shared tokens that the second prompt found.
         """
         with LLM(self._folder, **OPTIONS) as llm:
@@ -228,7 +228,7 @@ PARTS: dict[str, Callable[[Study], Any]] = {
 @expand_options
 def recurrent(
     ctx: typer.Context,
-    geometry: Annotated[str, typer.Option(help="qwen35 or lfm2.")] = "qwen35",
+    geometry: Annotated[str, typer.Option(help="Shape of the model: qwen35 or lfm2.")] = "qwen35",
     layers: Annotated[
         int | None, typer.Option(min=4, help="Layers of the model; by default all.")
     ] = None,
@@ -240,12 +240,15 @@ def recurrent(
         str | None, typer.Option(help="A file of this geometry, for llama.cpp.", metavar="FILE")
     ] = None,
     llama_python: Annotated[
-        str | None, typer.Option(help="Python with llama-cpp-python.", metavar="PATH")
+        str | None,
+        typer.Option(
+            help="Python interpreter of an environment with llama-cpp-python.", metavar="PATH"
+        ),
     ] = None,
     *,
     report: ReportOptions,
 ) -> None:
-    """Measure recurrent models beside other engines, and their prefixes and saved states."""
+    """Compare recurrent models with other engines, and their prefixes and saved states."""
     names = part or [name for name in PARTS if name != "gguf" or gguf]
     for name in names:
         if name not in PARTS:
