@@ -11,6 +11,8 @@ from trouper.kernels.experts import PlainExperts, Routing, route
 from trouper.kernels.reference.norms import silu_and_mul
 from trouper.kernels.select import make_experts, make_linear
 
+from .test_integer_linear import weight_in_blocks
+
 pytestmark = pytest.mark.skipif(not units.is_available(), reason="no compiled kernels here")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 # experts, of a token, hidden size, width
@@ -169,6 +171,24 @@ def test_integer_experts_equal_their_own_layers(unit, form, monkeypatch):
     assert type(native) is NativeExperts
     for num_tokens in (1, 3, 7, 61):
         x, logits, _ = inputs(num_tokens, shape, torch.bfloat16)
+        found, wanted = (e.forward(x, logits, None, silu_and_mul) for e in (native, plain))
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(("fmt", "group", "has_minima"), [("int4", 32, True), ("int6", 16, False)])
+def test_experts_with_scales_in_blocks_equal_their_layers(fmt, group, has_minima):
+    torch.manual_seed(0)
+    linears = [
+        [
+            make_linear(weight_in_blocks(fmt, group, has_minima=has_minima, shape=shape))
+            for _ in range(4)
+        ]
+        for shape in ((512, 256), (256, 256))
+    ]
+    native, plain = (make(*linears, Routing(4, 1, True)) for make in (make_experts, PlainExperts))
+    assert type(native) is NativeExperts
+    for num_tokens in (1, 5, 23):
+        x, logits, _ = inputs(num_tokens, (4, 1, 256, 256), torch.bfloat16)
         found, wanted = (e.forward(x, logits, None, silu_and_mul) for e in (native, plain))
         assert torch.equal(found, wanted)
 
