@@ -175,7 +175,10 @@ def test_integer_experts_equal_their_own_layers(unit, form, monkeypatch):
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize(("fmt", "group", "has_minima"), [("int4", 32, True), ("int6", 16, False)])
+@pytest.mark.parametrize(
+    ("fmt", "group", "has_minima"),
+    [("int4", 32, True), pytest.param("int6", 16, False, marks=pytest.mark.slow)],
+)
 def test_experts_with_scales_in_blocks_equal_their_layers(fmt, group, has_minima):
     torch.manual_seed(0)
     linears = [
