@@ -53,6 +53,18 @@ from trouper.kernels.reference.paged_attention import MAX_TILE_CAPPED, mask_tens
 Integers = Sequence[int] | np.ndarray
 
 
+class Spans(NamedTuple):
+    """The spans of a step: entries whose queries see keys behind their own position, up to the end of the span.
+
+    Attributes:
+        ends_C: for each entry the position behind its span, or 0 for an entry of causal attention.
+        ignore_window: queries of a span see all of it, whatever the window is.
+    """
+
+    ends_C: np.ndarray
+    ignore_window: bool
+
+
 class OpsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The sizes and constants of a model that its operations depend on.
 
@@ -323,6 +335,7 @@ class CpuOps(Ops):
         counts: Integers,
         window: int | None,
         are_prompts: np.ndarray | None = None,
+        spans: Spans | None = None,
     ) -> Any:
         """Prepare the attention of a step whose entry i has counts[i] tokens from position starts[i] on.
 
@@ -332,16 +345,27 @@ class CpuOps(Ops):
             are_prompts: [entries] bool.  If the operations can, they give the tokens of these entries the bits that
                 they would have in any other chunk of the prompt; every other entry has one token.  By default
                 the entries of several tokens.
+            spans: which entries see their own later tokens; none by default.
         """
         size = self._config.block_size
         chosen, firsts, nums = (np.asarray(x).tolist() for x in (rows, starts, counts))
+        ends: list[int] = [] if spans is None else spans.ends_C.tolist()
         tables = [
-            block_ids[row, : -(-(start + count) // size)]
-            for row, start, count in zip(chosen, firsts, nums, strict=True)
+            block_ids[row, : -(-max(start + count, end) // size)]
+            for row, start, count, end in zip(
+                chosen, firsts, nums, ends or [0] * len(nums), strict=True
+            )
         ]
         max_tile = MAX_TILE_CAPPED if self._config.softcap else None
         tiles = plan_attention(
-            tables, firsts, nums, block_size=size, window=window, max_tile=max_tile
+            tables,
+            firsts,
+            nums,
+            block_size=size,
+            window=window,
+            max_tile=max_tile,
+            span_ends=ends,
+            ignore_window=spans is not None and spans.ignore_window,
         )
         return tiles, mask_tensors(tiles, self._config.dtype)
 

@@ -4,6 +4,7 @@ A renderer turns each of them into an *item*: the arrays that the tower takes, a
 The device computes one row of numbers for some of these tokens, and uses the rows in place of the tokens' embeddings.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -69,3 +70,13 @@ class ProcessedImage(NamedTuple):
     arrays: tuple[MediaArray, ...]
     text: str
     seconds: float = 0.0
+
+
+def spans_of(kind: str, items: Sequence[MediaItem], num_tokens: int) -> tuple[tuple[int, int], ...]:
+    """Return the runs of tokens that see each other in a prompt with images; see `VisionFamily.spans` for the kinds."""
+    if kind == "prompt" and items:
+        return ((0, num_tokens),)
+    if kind != "image":
+        return ()
+    runs = ((item.first + offset, length) for item in items for offset, length in item.runs)
+    return tuple((first, first + length) for first, length in runs)

@@ -331,6 +331,8 @@ class Admit(msgspec.Struct, frozen=True, kw_only=True):
     row_digests: tuple[bytes, ...] = ()
     # Images, in the order of their positions.
     media: tuple[MediaItem, ...] = ()
+    # Runs of tokens that see each other, as begin and end, in order.  One step computes all of a run.
+    spans: tuple[tuple[int, int], ...] = ()
 
 
 class AdmitPooling(msgspec.Struct, frozen=True, kw_only=True):

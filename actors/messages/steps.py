@@ -71,6 +71,8 @@ class NewSequence(msgspec.Struct, frozen=True):
     media: tuple[MediaItem, ...] = ()
     # Of all images of a model with positions in three dimensions: the first row's position, time, height and width.
     grids: tuple[tuple[int, int, int, int], ...] = ()
+    # Runs of prompt tokens that see each other, as begin and end.  A plan never divides one.
+    spans: tuple[tuple[int, int], ...] = ()
     grammar: Grammar | None = None
     # 0 means no adapter.
     adapter_slot: int = 0

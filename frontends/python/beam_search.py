@@ -57,12 +57,13 @@ class SearchLimits(NamedTuple):
     """Limits of the engine and the model for a search.
 
     `max_logprobs` is the number of candidates that one position may return (-1: the whole vocabulary).  A beam ends
-    at any of `eos_token_ids`.
+    at any of `eos_token_ids`.  With `sees_prompt`, all tokens of a prompt see each other, so a beam is no prompt.
     """
 
     max_logprobs: int
     max_model_len: int
     eos_token_ids: Sequence[int]
+    sees_prompt: bool = False
 
     @classmethod
     def of(cls, config: EngineConfig, tokenizer: Tokenizer | None) -> Self:
@@ -72,7 +73,8 @@ class SearchLimits(NamedTuple):
         """
         own = None if tokenizer is None else tokenizer.eos_token_id
         ids = dict.fromkeys((*(() if own is None else (own,)), *config.model.eos_token_ids))
-        return cls(config.max_logprobs, config.max_model_len, tuple(ids))
+        sees_prompt = config.media is not None and config.media.family.spans == "prompt"
+        return cls(config.max_logprobs, config.max_model_len, tuple(ids), sees_prompt)
 
 
 class _Candidate(NamedTuple):
@@ -119,6 +121,9 @@ class BeamSearch:
     ) -> None:
         check_params(params, limits.max_logprobs)
         _check_prompt(prompt)
+        if limits.sees_prompt:
+            text = "beam search is not supported by this model, whose prompts see all of themselves; use generate"
+            raise UnsupportedFeatureError(text, parameter="use_beam_search")
         self.step = _one_token(params, limits.max_logprobs, num_logprobs)
         self.is_over = False
         # Tokens of the prompt, and tokens generated in all rounds.

@@ -26,7 +26,7 @@ from trouper.kernels.cpu.fused.norms import (
     qk_norm_rope_kv_write,
 )
 from trouper.kernels.cpu.memory import Float32Copies, num_threads_for, padded
-from trouper.kernels.ops import CpuOps, Integers, OpsConfig
+from trouper.kernels.ops import CpuOps, Integers, OpsConfig, Spans
 
 KINDS: dict[torch.dtype, Kind] = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
@@ -81,8 +81,9 @@ class NativeOps(CpuOps):
         counts: Integers,
         window: int | None,
         are_prompts: np.ndarray | None = None,
+        spans: Spans | None = None,
     ) -> NativePlan:
-        return self._planner.plan(block_ids, rows, starts, counts, window, are_prompts)
+        return self._planner.plan(block_ids, rows, starts, counts, window, are_prompts, spans)
 
     def embed(self, table_VE: Tensor, ids_T: Tensor, scale: float) -> Tensor:
         assert table_VE.is_contiguous()
@@ -213,7 +214,6 @@ class NativeOps(CpuOps):
             plan.block_ids.shape[1],
             plan.tiles.ctypes.data,
             *self._heads,
-            plan.window,
             *target,
             scratch(num_threads * self._prefill_scratch),
             self._prefill_scratch,

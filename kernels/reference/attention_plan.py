@@ -54,6 +54,8 @@ def plan_attention(
     block_size: int,
     window: int | None = None,
     max_tile: int | None = None,
+    span_ends: Sequence[int] = (),
+    ignore_window: bool = False,
 ) -> tuple[QueryTile, ...]:
     """Return the tiles of a ragged batch, in the order of its tokens.
 
@@ -62,11 +64,25 @@ def plan_attention(
     Args:
         window: the number of most recent keys that a query sees.
         max_tile: the largest number of queries in a tile.
+        span_ends: for each column the position before which all its queries see every key, or 0; empty for none.
+        ignore_window: the window does not hold for such queries.
     """
     longest = min(window or 2**62, max_tile or 2**62)
     tiles: list[QueryTile] = []
     first = 0
-    for blocks, start, count in zip(block_tables, starts, counts, strict=True):
+    ends = span_ends or [0] * len(starts)
+    for blocks, start, count, end in zip(block_tables, starts, counts, ends, strict=True):
+        if end:
+            for i in range(count):
+                begin = 0 if window is None or ignore_window else max(0, start + i + 1 - window)
+                is_by_block = block_size >= WHOLE_RUN
+                found = slot_runs(
+                    blocks, begin, end, block_size, in_order=False, is_by_block=is_by_block
+                )
+                runs = (SlotRun(*run, 1, None) for run in zip(*found, strict=True))
+                tiles.append(QueryTile(first + i, 1, tuple(runs)))
+            first += count
+            continue
         for offset in range(0, count, longest):
             num = min(longest, count - offset)
             runs = _runs(blocks, start + offset, num, block_size, window)

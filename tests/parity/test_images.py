@@ -33,7 +33,7 @@ CHATS = {
     "conversation": [[image(6), "What?"], "A thing.", ["And ", image(7), "?"]],
 }
 # Their folders are made in half a second; the others take the same paths.
-QUICK = ("llava", "smolvlm", "qwen3_vl")
+QUICK = ("llava", "smolvlm", "qwen3_vl", "gemma3")
 
 
 def chat(turns: list[Any]) -> list[dict[str, Any]]:
@@ -76,7 +76,7 @@ class Oracle:
         inputs = [self.arrays(picture) for picture in pictures]
         for completion in output.outputs:
             ids = prompt + list(completion.token_ids)
-            expected = self.model.logprobs(ids, inputs)
+            expected = self.model.logprobs(ids, inputs, len(prompt))
             scored = [*(output.prompt_logprobs or ()), *completion.logprobs][-len(ids) + 1 :]
             mine = [at[t].logprob for at, t in zip(scored, ids[-len(scored) :], strict=True)]
             places = torch.arange(len(ids) - len(scored) - 1, len(ids) - 1)
@@ -116,11 +116,20 @@ def opened(oracle: Oracle, **options: Any) -> LLM:
 )
 def test_conversations_agree_cold_warm_and_chunked(oracles, kind):
     oracle = oracles(kind)
-    chats = [chat(turns) for turns in CHATS.values()]
-    with opened(oracle, max_num_batched_tokens=24, max_num_seqs=8) as llm:
+    # Prompts of PaliGemma have an image and are computed as a whole.
+    is_whole = kind.startswith("paligemma")
+    chats = [chat(turns) for name, turns in CHATS.items() if not (is_whole and name == "no image")]
+    budget = 100 if is_whole else 24
+    with opened(oracle, max_num_batched_tokens=budget, max_num_seqs=8) as llm:
         cold = llm.chat(chats, params(), use_tqdm=False)
         # Prompt logprobs need the whole prompt, so they would read no prefix from the cache.
         warm = llm.chat(chats, params(prompt_logprobs=None), use_tqdm=False)
+        others = [
+            chat([["Other ", *turns[0]], *turns[1:]]) for turns in CHATS.values() if turns[1:]
+        ]
+        chunked = llm.chat(others, params(prompt_logprobs=None), use_tqdm=False)
+    for messages, output in zip(others, chunked, strict=True):
+        oracle.check(output, messages)
     for messages, first, second in zip(chats, cold, warm, strict=True):
         oracle.check(first, messages)
         assert second.outputs[0].token_ids == first.outputs[0].token_ids
@@ -132,7 +141,7 @@ def test_conversations_agree_cold_warm_and_chunked(oracles, kind):
     assert all(output.num_cached_tokens for output in warm if len(output.prompt_token_ids) > 40)
 
 
-@pytest.mark.parametrize("kind", ["llava", "idefics3"])
+@pytest.mark.parametrize("kind", ["llava", "idefics3", "gemma3", "paligemma"])
 def test_ids_are_those_of_the_whole_processor(oracles, kind):
     import transformers
 
@@ -142,15 +151,58 @@ def test_ids_are_those_of_the_whole_processor(oracles, kind):
         processor = transformers.LlavaProcessor(
             model.images, model.tokens, num_additional_image_tokens=1, **fields
         )
-    else:
+    elif kind == "idefics3":
         processor = transformers.Idefics3Processor(model.images, model.tokens, image_seq_len=4)
-    words = "A <image> b\n<image>c <image>"
-    pictures = [picture(1), picture(2, 90, 30), picture(3, 20, 70)]
+    elif kind == "gemma3":
+        for name, token in zip(("image", "boi", "eoi"), model.names, strict=True):
+            setattr(model.tokens, f"{name}_token", token)
+            setattr(model.tokens, f"{name}_token_id", model.tokens.convert_tokens_to_ids(token))
+        processor = transformers.Gemma3Processor(model.images, model.tokens, image_seq_length=4)
+    else:
+        processor = transformers.PaliGemmaProcessor(model.images, model.tokens)
+    mark = model.placeholder
+    # Line ends at an image and of Gemma's text in its place are one token.
+    words = f"A {mark} b\n{mark}\nc {mark}\n\n\n{mark}"
+    pictures = [picture(1), picture(2, 90, 30), picture(3, 20, 70), picture(4)]
     prompt = {"prompt": words, "multi_modal_data": {"image": pictures}}
     with opened(oracle) as llm:
         found = llm.generate(prompt, params(), use_tqdm=False)[0]
     wanted = processor(text=words, images=pictures, add_special_tokens=False)["input_ids"]
     assert list(found.prompt_token_ids) == np.array(wanted).reshape(-1).tolist()
+
+
+def test_a_step_shorter_than_an_image_is_named(oracles):
+    messages = chat([[image(1)]])
+    with opened(oracles("gemma3"), max_num_batched_tokens=3, max_num_seqs=1) as llm:
+        with pytest.raises(TrouperValidationError, match="max_num_batched_tokens to 4"):
+            llm.chat(messages, params(), use_tqdm=False)
+        assert llm.generate("text", params(), use_tqdm=False)[0].finished
+
+
+def test_a_paligemma_refuses_what_is_no_prompt_with_images(oracles):
+    image_only = {"prompt": "caption", "multi_modal_data": {"image": picture(1)}}
+    begin = oracles("paligemma").model.tokens.bos_token_id
+    with opened(oracles("paligemma")) as llm:
+        # As in its processor, an image without a place is in front.
+        found = llm.generate(image_only, params(), use_tqdm=False)[0].prompt_token_ids
+        assert found.index(begin) == 16
+        with pytest.raises(TrouperValidationError, match="needs an image"):
+            llm.generate("caption", params(), use_tqdm=False)
+        with pytest.raises(UnsupportedFeatureError, match="beam search"):
+            llm.beam_search([image_only], BeamSearchParams(beam_width=2, max_tokens=2))
+
+
+def test_crops_of_a_large_image_see_themselves(oracles):
+    oracle, kwargs = oracles("gemma3"), {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 14}
+    prompt = {"prompt": "A <start_of_image>", "multi_modal_data": {"image": picture(5, 90, 28)}}
+    with opened(oracle) as llm:
+        found = llm.generate(prompt | {"mm_processor_kwargs": kwargs}, params(), use_tqdm=False)[0]
+    ids = list(found.prompt_token_ids)
+    assert ids.count(oracle.model.row_id) == 16
+    wanted = oracle.model.logprobs(ids, [oracle.arrays(picture(5, 90, 28), **kwargs)])
+    mine = [at[t].logprob for at, t in zip(found.prompt_logprobs[1:], ids[1:], strict=True)]
+    places = torch.arange(len(ids) - 1)
+    assert torch.allclose(torch.tensor(mine), wanted[places, torch.tensor(ids[1:])], atol=1e-4)
 
 
 def test_another_image_is_another_prefix(llm, llava):
@@ -176,7 +228,7 @@ def test_rows_outlive_a_cache_without_room(llava):
             llava.check(output, messages)
 
 
-@pytest.mark.parametrize("kind", ["llava", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["llava", "qwen3_vl", "gemma3"])
 def test_preempted_requests_see_their_images_again(oracles, kind):
     oracle = oracles(kind)
     chats = [chat([["A ", image(seed), f" {seed}?"]]) for seed in range(6)]

@@ -24,6 +24,7 @@ def config(tmp_path_factory):
         model_type="llava",
         folder=str(model.folder),
         row_token_id=model.row_id,
+        placeholder_id=model.row_id,
         max_items=8,
         processor_cache_bytes=0,
         encoder_cache_bytes=0,

@@ -215,7 +215,7 @@ async def hosted(wrap=lambda listener: listener, *, private=True, scheme="http",
         (f"images.test:{port}",), allows_http=scheme == "http", allows_private=private
     )
     config = MediaConfig(
-        model_type="llava", folder="", row_token_id=1, max_items=4, processor_cache_bytes=0,
+        model_type="llava", folder="", row_token_id=1, placeholder_id=1, max_items=4, processor_cache_bytes=0,
         encoder_cache_bytes=0, processor_kwargs={}, sources=sources,
     )  # fmt: skip
 

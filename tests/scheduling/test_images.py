@@ -1,5 +1,8 @@
 """Images in the policy: they are encoded in slices beside streams, and a prompt goes on when the device has the rows."""
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from trouper.actors.messages.media import MediaItem
 from trouper.actors.messages.requests import Admit, RequestOptions
 from trouper.actors.messages.steps import NEVER, DeviceLost, StepDone
@@ -23,7 +26,7 @@ class Desk:
         self.policy = Policy(SchedulerConfig(**config), KVBlocks(num_blocks + 1, 4, True))
         self.plans = []
 
-    def admit(self, id, num_tokens, *media, kind=DELTA):
+    def admit(self, id, num_tokens, *media, kind=DELTA, spans=()):
         self.policy.admit(
             Admit(
                 id=id,
@@ -34,6 +37,7 @@ class Desk:
                 options=RequestOptions(),
                 arrival_time=float(id),
                 media=media,
+                spans=spans,
             )
         )
 
@@ -177,3 +181,34 @@ def test_an_image_that_kills_the_device_ends():
         news = desk.policy.take_outputs()
         ended = {e.id for e in (news.sequences if news else ()) if e.finish_reason == "error"}
     assert ended == {1}
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 12)), min_size=1, max_size=5),
+    budget=st.integers(12, 20),
+    num_others=st.integers(0, 3),
+)
+def test_no_plan_divides_a_span(lengths, budget, num_others):
+    """`lengths`: of each text and of the span behind it."""
+    spans, end = [], 0
+    for num_text, num_span in lengths:
+        spans.append((end + num_text, end + num_text + num_span))
+        end = spans[-1][1]
+    desk = Desk(max_num_scheduled_tokens=budget, encode_s=0.0)
+    for other in range(num_others):
+        desk.admit(other, 5, kind=FINAL)
+    desk.admit(9, end + 1, spans=tuple(spans), kind=FINAL)
+    slot, computed = None, 0
+    for _ in range(60):
+        if computed > end:
+            break
+        plan = desk.step()
+        slots = {new.request_slot for new in plan.new_sequences if new.spans}
+        slot = slots.pop() if slots else slot
+        for entry, start, count in zip(
+            plan.request_slots, plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True
+        ):
+            if entry == slot and start <= end:
+                computed = start + count
+                assert not any(first < computed < last for first, last in spans)
+    assert computed > end

@@ -29,14 +29,16 @@ TEMPLATE = (
 )
 FAMILIES = (
     "llava", "llava_next", "llava_onevision", "idefics3", "smolvlm", "internvl", "mistral3", "pixtral",
-    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe",
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", "gemma3", "paligemma", "paligemma2",
 )  # fmt: skip
 
 
 def tokenizer(special: list[str], image: str) -> Any:
-    """Make a tokenizer of single bytes with special tokens behind them."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    """Make a tokenizer of single bytes and of two line ends, with special tokens behind them."""
+    # No text has the byte 255, so its id is free.
+    alphabet = [c if c != "ÿ" else "ĊĊ" for c in sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocab = {c: i for i, c in enumerate(alphabet)}
+    made = Tokenizer(models.BPE(vocab=vocab, merges=[("Ċ", "Ċ")]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     fast = transformers.PreTrainedTokenizerFast(
@@ -193,6 +195,38 @@ def _qwen(kind: str) -> tuple[Any, Any, dict[str, Any], list[str], str]:
     return config, images, {}, names, "<|vision_start|><|image_pad|><|vision_end|>"
 
 
+def _gemma(kind: str) -> tuple[Any, Any, dict[str, Any], list[str], str]:
+    t, square = transformers, {"height": 28, "width": 28}
+    tower = t.SiglipVisionConfig(**TOWER, vision_use_head=False)
+    if kind == "gemma3":
+        # The window of the first layers is shorter than an image.
+        text = t.Gemma3TextConfig(
+            **TEXT, head_dim=16, sliding_window=3, query_pre_attn_scalar=16,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        )  # fmt: skip
+        config = t.Gemma3Config(
+            vision_config=tower, text_config=text, mm_tokens_per_image=4, boi_token_index=260, eoi_token_index=261
+        )  # fmt: skip
+        fields = {
+            "image_seq_length": 4,
+            "boi_token": "<start_of_image>",
+            "eoi_token": "<end_of_image>",
+        }
+        names = ["<image_soft_token>", "<start_of_image>", "<end_of_image>"]
+        images = t.Gemma3ImageProcessorPil(
+            size=square, pan_and_scan_min_crop_size=14, pan_and_scan_max_num_crops=2
+        )
+        return config, images, fields, names, "<start_of_image>"
+    own = {"head_dim": 16, "num_key_value_heads": 1}
+    text = t.GemmaConfig(**TEXT | own)
+    if kind == "paligemma2":
+        text = t.Gemma2Config(**TEXT | own, sliding_window=5, query_pre_attn_scalar=16)
+    config = t.PaliGemmaConfig(vision_config=tower, text_config=text, projection_dim=64)
+    images = t.SiglipImageProcessorPil(size=square)
+    images.image_seq_length = 16
+    return config, images, {}, ["<image>"], "<image>"
+
+
 def _parts(kind: str) -> tuple[Any, Any, dict[str, Any], list[str], str]:
     if kind.startswith("llava"):
         return _clip(kind)
@@ -200,6 +234,8 @@ def _parts(kind: str) -> tuple[Any, Any, dict[str, Any], list[str], str]:
         return _idefics(kind)
     if kind.startswith("qwen"):
         return _qwen(kind)
+    if "gemma" in kind:
+        return _gemma(kind)
     return _internvl() if kind == "internvl" else _pixtral(kind)
 
 
@@ -227,15 +263,24 @@ class VisionModel:
         generation.eos_token_id, generation.pad_token_id, generation.bos_token_id = EOS, PAD, BOS
         self.folder, self.kind = folder, kind
         self.row_id, self.image_token = config.image_token_id, names[0]
+        self.names, self.placeholder = names, names[1] if kind == "gemma3" else names[0]
         self.model.save_pretrained(folder)
         images.save_pretrained(folder)
         tokens.save_pretrained(folder)
         (folder / "processor_config.json").write_text(json.dumps(fields))
         self.tokens, self.images = tokens, images
 
-    def logprobs(self, ids: list[int], inputs: list[dict[str, np.ndarray]]) -> torch.Tensor:
-        """Return the logprobs [T, vocabulary] that the whole model of transformers gives to a prompt with images."""
+    def logprobs(
+        self, ids: list[int], inputs: list[dict[str, np.ndarray]], num_prompt: int = 0
+    ) -> torch.Tensor:
+        """Return the logprobs [T, vocabulary] that the whole model of transformers gives to a prompt with images.
+
+        Args:
+            num_prompt: tokens of the prompt, for a model whose prompts see all of themselves.
+        """
         rows = self.joined(ids, inputs)
+        if self.kind.startswith("paligemma"):
+            rows["token_type_ids"] = (torch.arange(len(ids))[None] >= num_prompt).long()
         with torch.no_grad():
             found = self.model(input_ids=torch.tensor([ids]), **rows).logits[0]
         return torch.log_softmax(found.float(), -1)
@@ -248,6 +293,8 @@ class VisionModel:
             rows[name] = _joined(values)
         if "image_grid_thw" in rows:
             rows["mm_token_type_ids"] = (torch.tensor([ids]) == self.row_id).long()
+        if self.kind == "gemma3":
+            rows["token_type_ids"] = (torch.tensor([ids]) == self.row_id).long()
         return rows
 
 

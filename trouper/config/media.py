@@ -46,6 +46,8 @@ class VisionFamily(NamedTuple):
         has_grids: rows have positions in time, height and width (M-RoPE).
         library: the folder of the library that contains the processor, if it is not named like the family.
         modality: what the model takes besides text.
+        spans: the tokens that see each other: those of one `image`, or all of a `prompt` with images; empty for none.
+        placeholder: the field of config.json with the token that marks an image in a prompt, if it is not the token of rows.
     """
 
     processor: str
@@ -53,6 +55,8 @@ class VisionFamily(NamedTuple):
     has_grids: bool = False
     library: str = ""
     modality: str = IMAGE
+    spans: str = ""
+    placeholder: str = ""
 
 
 _TILED = ("pixel_values", "image_sizes")
@@ -60,7 +64,7 @@ _PIXELS = ("pixel_values",)
 _GRIDS = ("pixel_values", "image_grid_thw")
 _MASKED = ("pixel_values", "pixel_attention_mask")
 _QWEN3 = VisionFamily("Qwen3VLProcessor", _GRIDS, has_grids=True, library="qwen3_vl")
-# By the `model_type` of config.json.  In all of them a row sees only what precedes it.
+# By the `model_type` of config.json.
 FAMILIES = {
     "llava": VisionFamily("LlavaProcessor", _TILED),
     "vipllava": VisionFamily("LlavaProcessor", ("pixel_values",), library="llava"),
@@ -75,6 +79,10 @@ FAMILIES = {
     "qwen3_5": _QWEN3,
     "qwen3_5_moe": _QWEN3,
     "mistral3": VisionFamily("PixtralProcessor", _TILED),
+    "gemma3": VisionFamily(
+        "Gemma3Processor", _PIXELS, spans="image", placeholder="boi_token_index"
+    ),
+    "paligemma": VisionFamily("PaliGemmaProcessor", _PIXELS, spans="prompt"),
     # With two towers an image is a prompt of its own, without a text in its place.
     "clip": VisionFamily("", _PIXELS),
     "siglip": VisionFamily("", _PIXELS),
@@ -94,6 +102,8 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     # The token in whose place a row of the tower is used.
     row_token_id: int
+    # The token that marks an image in a prompt.
+    placeholder_id: int
     # The most images or recordings of one prompt.
     max_items: int
     processor_cache_bytes: int
@@ -161,6 +171,7 @@ def media_config(
         model_type=kind,
         folder=str(folder),
         row_token_id=token_id,
+        placeholder_id=int(raw.get(FAMILIES[kind].placeholder, token_id)),
         max_items=limits[modality],
         processor_cache_bytes=sizes[0],
         encoder_cache_bytes=sizes[1],

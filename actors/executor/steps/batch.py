@@ -4,7 +4,7 @@ positions and attention.
 One array operation for each quantity keeps the cost of a step independent of Python loops over entries.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,7 +15,7 @@ from trouper.actors.executor.models.decoder import LogitsIndices
 from trouper.actors.executor.steps.arrays import from_numpy
 from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.messages.steps import StepPlan
-from trouper.kernels.ops import HostTokens
+from trouper.kernels.ops import HostTokens, Spans
 from trouper.kernels.reference.recurrent import NEVER, NO_SAVES
 
 # Prompts up to this length are attended token by token, like generated tokens, so that their steps can be
@@ -26,6 +26,10 @@ SHORT_PROMPT = 8
 # Maximum tokens of an entry in a step that can be recorded: a token with its drafts, but not a recomputed
 # output.
 SHORT_ENTRY = 8
+
+
+# Rows, starts and counts of entries as attention takes them, and which of them are of prompts.
+AttendedColumns = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 class Samples(NamedTuple):
@@ -129,7 +133,12 @@ def make_batch(
     kv_slots_T = slots.block_ids[chosen_T, positions_T // size] * size + positions_T % size
     samples = _samples(plan, chosen, starts + counts, first_tokens + counts - 1, num_drafts)
     prompt_ends = np.where(slots.num_prompt > SHORT_PROMPT, slots.num_prompt, 0)  # by slot
-    *attended, are_prompts = _attended(chosen, starts, counts, prompt_ends[chosen])
+    has_spans = slots.has_spans(plan)
+    columns = _attended(chosen, starts, counts, prompt_ends[chosen])
+    spans: tuple[Spans, ...] = ()
+    if has_spans:
+        columns, spans = split_at_spans(columns, slots.spans, slots.spans_ignore_window)
+    *attended, are_prompts = columns
     axes = slots.axes(chosen_T, positions_T)
     saves = _saves(plan, first_tokens) if plan.saves else NO_SAVES
     can_be_recorded = axes is None and not (
@@ -139,12 +148,16 @@ def make_batch(
     read = None
     if reads_some and not (can_be_recorded or with_prompt_logprobs):
         read_from = samples.ends - 1
-        lone = samples.slots, read_from, np.ones_like(read_from)
         are_of_prompts = read_from < prompt_ends[samples.slots]
+        lone = samples.slots, read_from, np.ones_like(read_from), are_of_prompts
+        read_spans: tuple[Spans, ...] = ()
+        if has_spans:
+            lone, read_spans = split_at_spans(lone, slots.spans, slots.spans_ignore_window)
+        *lone, are_of_prompts = lone
         read = LogitsIndices(
             from_numpy(samples.tokens),
             {
-                window: plan_attention(slots.block_ids, *lone, window, are_of_prompts)
+                window: plan_attention(slots.block_ids, *lone, window, are_of_prompts, *read_spans)
                 for window in windows
             },
         )
@@ -158,7 +171,7 @@ def make_batch(
         inputs=(slots.token_ids[chosen_T, positions_T], positions_T, kv_slots_T),
         axes=axes,
         plans={
-            window: plan_attention(slots.block_ids, *attended, window, are_prompts)
+            window: plan_attention(slots.block_ids, *attended, window, are_prompts, *spans)
             for window in windows
         },
         can_be_recorded=can_be_recorded,
@@ -218,6 +231,35 @@ def _of_single_tokens(
         can_be_recorded=True,
         adapters=slots.adapters[chosen],
     )
+
+
+def split_at_spans(
+    columns: AttendedColumns,
+    spans: Mapping[int, Sequence[tuple[int, int]]],
+    ignore_window: bool,
+) -> tuple[AttendedColumns, tuple[Spans]]:
+    """Split the attention of a step at the begins and ends of spans.
+
+    A part of a span counts as a prompt even in a short one, because its tokens are attended together.
+
+    Args:
+        columns: the rows, starts and counts of entries, and which of them are prompts.
+        spans: by row the runs of tokens that see each other, in order.
+    """
+    parts: list[tuple[int, int, int, bool, int]] = []
+    for row, start, count, is_prompt in zip(*(x.tolist() for x in columns), strict=True):
+        end = start + count
+        for first, last in spans.get(row, ()):
+            if last <= start or first >= end:
+                continue
+            if first > start:
+                parts.append((row, start, first - start, is_prompt, 0))
+            begin, start = max(start, first), min(last, end)
+            parts.append((row, begin, start - begin, True, last))
+        if start < end:
+            parts.append((row, start, end - start, is_prompt, 0))
+    rows, starts, counts, prompts, ends = np.array(parts, dtype=np.int64).reshape(-1, 5).T
+    return (rows, starts, counts, prompts.astype(bool)), (Spans(ends, ignore_window),)
 
 
 def _samples(

@@ -69,6 +69,7 @@ class RequestSlots:
         max_num_seqs: number of slots.
         block_size: tokens of a KV block.
         encoder: computes the rows of images, if the model takes any.
+        spans_ignore_window: tokens that see each other do so in layers with a window, however far apart they are.
     """
 
     def __init__(
@@ -77,8 +78,11 @@ class RequestSlots:
         max_model_len: int,
         block_size: int,
         encoder: ImageEncoder | None = None,
+        *,
+        spans_ignore_window: bool = False,
     ) -> None:
         self.block_size = block_size
+        self.spans_ignore_window = spans_ignore_window
         self._encoder = encoder
         # One extra position: a step in flight may sample a token beyond the maximum length, which is dropped
         # later.
@@ -101,6 +105,8 @@ class RequestSlots:
         self._items: dict[int, list[WholeItem]] = {}
         # By slot: positions in three dimensions up to the end of the last image.
         self._axes: dict[int, Axes] = {}
+        # By slot: the runs of prompt tokens that see each other, as begins and ends in order.
+        self.spans: dict[int, tuple[tuple[int, int], ...]] = {}
 
     def place(self, new: NewSequence) -> None:
         """Assign a slot to a sequence and forget its previous content."""
@@ -118,6 +124,9 @@ class RequestSlots:
         self._images.pop(slot, None)
         self._items.pop(slot, None)
         self._axes.pop(slot, None)
+        self.spans.pop(slot, None)
+        if new.spans:
+            self.spans[slot] = new.spans
         if new.grids:
             self._axes[slot] = Axes.of(new.grids)
         if new.media:
@@ -154,12 +163,26 @@ class RequestSlots:
 
     @property
     def are_plain(self) -> bool:
-        """Whether no sequence has images, embeddings or logprobs of its prompt."""
-        return not (self._axes or self._embeds or self._images or self.with_prompt_logprobs)
+        """Whether no sequence has images, embeddings, spans or logprobs of its prompt."""
+        special = self._axes or self._embeds or self._images or self.spans
+        return not (special or self.with_prompt_logprobs)
 
     def has_embeds(self, slot: int) -> bool:
         """Whether embeddings replace tokens of the slot's prompt not computed yet."""
         return slot in self._embeds
+
+    def has_spans(self, plan: StepPlan) -> bool:
+        """Whether a token of this step may see later ones.  The spans of sequences that are behind them are forgotten."""
+        if not self.spans:
+            return False
+        found = False
+        for slot, start in zip(plan.request_slots, plan.num_computed_tokens, strict=True):
+            if slot in self.spans:
+                is_behind = start >= self.spans[slot][-1][1]
+                found = found or not is_behind
+                if is_behind:
+                    del self.spans[slot]
+        return found
 
     def token_spans(self, slot: int) -> Iterator[tuple[int, int]]:
         """Yield the begin and end of each run of tokens in an entirely uncomputed prompt."""

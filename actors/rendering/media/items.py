@@ -8,8 +8,10 @@ Laws.
 """
 
 import hashlib
+import re
 import threading
 import weakref
+from array import array
 from collections import OrderedDict
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -68,10 +70,17 @@ FILES = (
 
 
 class PlacedItem(NamedTuple):
-    """An item, and the tokens in its place."""
+    """An item, and the tokens in its place.
+
+    Attributes:
+        before: text in front of the tokens, to be encoded together with the text before the image.
+        after: likewise, behind them.
+    """
 
     ids: tuple[int, ...]
     item: MediaItem
+    before: str = ""
+    after: str = ""
 
 
 class ImageWork(Protocol):
@@ -132,10 +141,14 @@ class ImageItems:
         self, config: MediaConfig, tokenizer: Tokenizer, work: ImageWork | None = None
     ) -> None:
         self._config, self._tokenizer = config, tokenizer
-        self.placeholder = tokenizer.vocabulary_strings([config.row_token_id])[0]
+        strings = tokenizer.vocabulary_strings([config.placeholder_id, config.row_token_id])
+        # What marks an image in a prompt, and the token of its rows in the text of the image processor.
+        self.placeholder, image_token = strings
+        special = {*strings, *(tokenizer.added_tokens.get(i, "") for i in tokenizer.special_ids)}
+        self._special = re.compile("|".join(re.escape(text) for text in special if text))
         if work is None and config.in_process:
-            work = ConfinedImages(config, self.placeholder)
-        self._work: ImageWork = work or ImagesInThread(config, self.placeholder)
+            work = ConfinedImages(config, image_token)
+        self._work: ImageWork = work or ImagesInThread(config, image_token)
         self._fingerprint = _fingerprint(Path(config.folder))
         self._cache = ItemCache(config.processor_cache_bytes)
 
@@ -161,9 +174,14 @@ class ImageItems:
         return self._config.sources.folder
 
     @property
-    def row_token_id(self) -> int:
-        """Return the token in whose place a row of the tower is used."""
-        return self._config.row_token_id
+    def placeholder_id(self) -> int:
+        """Return the token that marks an image in a prompt."""
+        return self._config.placeholder_id
+
+    @property
+    def spans(self) -> str:
+        """Return which tokens see each other; see `VisionFamily`."""
+        return self._config.family.spans
 
     def warm(self) -> None:
         """Load the image processor before the first image needs it.
@@ -242,14 +260,17 @@ class ImageItems:
         if self._config.has_two_towers:
             item = MediaItem(key, IMAGE, processed.arrays, 1, ((0, 1),))
             return PlacedItem((self._config.row_token_id,), item)
-        ids = tuple(self._tokenizer.encode(processed.text, add_special_tokens=False))
+        text = processed.text
+        tokens = list(self._special.finditer(text))
+        begin, end = (tokens[0].start(), tokens[-1].end()) if tokens else (0, len(text))
+        ids = tuple(self._tokenizer.encode(text[begin:end], add_special_tokens=False))
         runs = tuple(_runs(ids, self._config.row_token_id))
         if not runs:
-            raise GenerationError(f"the processor wrote no {self.placeholder!r}")
+            raise GenerationError("the processor wrote no token for a row")
         grid = self._grid(processed) if self._config.family.has_grids else None
         arrays, seconds = processed.arrays, processed.seconds
         item = MediaItem(key, self.modality, arrays, len(ids), runs, grid=grid, seconds=seconds)
-        return PlacedItem(ids, item)
+        return PlacedItem(ids, item, text[:begin], text[end:])
 
     def _grid(self, processed: ProcessedImage) -> tuple[int, int, int]:
         """Return the time, height and width of an image, in rows."""
@@ -314,6 +335,15 @@ class ItemCache:
     def _end(self, num_bytes: int) -> None:
         with self._lock:
             self._num_live_bytes -= num_bytes
+
+
+def prompt_digests(
+    digests: Sequence[bytes], ids: Sequence[int], block_size: int
+) -> tuple[bytes, ...]:
+    """Hash a prompt that sees all of itself, for the names of its blocks: each depends on all tokens and images of it."""
+    whole = hashlib.sha256(b"prompt" + b"".join(digests))
+    whole.update(array("q", ids).tobytes())
+    return (whole.digest(),) * -(-len(ids) // block_size)
 
 
 def media_digests(items: Sequence[MediaItem], block_size: int) -> tuple[bytes, ...]:

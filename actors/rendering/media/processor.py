@@ -32,6 +32,7 @@ OURS = frozenset(
 # Far above any real image: Idefics 3 makes 39 MiB of 2,048 x 2,048 pixels.
 MAX_ARRAY_BYTES = 256 * 2**20
 BREAK, END = "[IMG_BREAK]", "[IMG_END]"
+BEGIN_OF_IMAGE, END_OF_IMAGE = "<start_of_image>", "<end_of_image>"
 
 
 class ImageProcessor:
@@ -206,7 +207,7 @@ def _fields(folder: Path, image_token: str) -> dict[str, Any]:
     )
     strategy = config.get("vision_feature_select_strategy", "default")
     ratio = config.get("downsample_ratio") or 1 / (config.get("scale_factor") or 1)
-    num_tokens = int(math.pow(image // patch * ratio, 2))
+    num_tokens = config.get("mm_tokens_per_image") or int(math.pow(image // patch * ratio, 2))
     extra: Any = of_tokenizer.get("extra_special_tokens") or {}
     named: dict[str, Any] = {} if isinstance(extra, list) else {**of_tokenizer, **extra}
     tokens = {
@@ -227,7 +228,11 @@ def _fields(folder: Path, image_token: str) -> dict[str, Any]:
         "start_image_token": "<img>", "end_image_token": "</img>",
     }  # fmt: skip
     given = {name: value for name, value in own.items() if isinstance(value, str | int | float)}
-    return {**known, **tokens, **given, "image_token": image_token}
+    found = {**known, **tokens, **given, "image_token": image_token}
+    # Gemma 3 writes it for each image, and for each part of a large one.
+    begin, end = found.get("boi_token", BEGIN_OF_IMAGE), found.get("eoi_token", END_OF_IMAGE)
+    rows = image_token * int(found["image_seq_length"])
+    return {**found, "full_image_sequence": f"\n\n{begin}{rows}{end}\n\n"}
 
 
 def read_object(path: Path) -> dict[str, Any]:

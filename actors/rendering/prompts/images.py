@@ -111,20 +111,38 @@ def encode_with_images(
         text, *more = piece.split(placeholder)
         segment.append(text)
         for following in more:
-            is_first = not placed
+            is_first, image = not placed, images[len(placed)]
+            segment[-1] += image.before
             ids += tokenizer.encode_pieces(
                 segment, adds_special_tokens and is_first, continues=not is_first
             )
-            _put(ids, placed, images[len(placed)])
-            segment = [following]
+            _put(ids, placed, image)
+            segment = [image.after + following]
     ids += tokenizer.encode_pieces(segment, False, continues=True)
     return ids, tuple(placed)
 
 
+def lay_out_prefix(
+    pieces: Sequence[str], placeholder: str, num_images: int, begin: str
+) -> list[str]:
+    """Lay out a prompt as PaliGemma reads it: images, the token that begins a text, the text, the end of a line.
+
+    A text without a placeholder has its images in front.
+    """
+    found = list(pieces) or [""]
+    if not any(placeholder in piece for piece in found):
+        found[0] = placeholder * num_images + found[0]
+    last = max(i for i, piece in enumerate(found) if placeholder in piece)
+    head, _, tail = found[last].rpartition(placeholder)
+    found[last] = head + placeholder + begin + tail
+    found[-1] += "\n"
+    return found
+
+
 def expand_ids(
-    ids: Sequence[int], row_token_id: int, images: Sequence[PlacedItem]
+    ids: Sequence[int], placeholder_id: int, images: Sequence[PlacedItem]
 ) -> tuple[list[int], tuple[MediaItem, ...]]:
-    """Put the tokens of the images in place of single row tokens.  A place that has all tokens of its image stays as it is.
+    """Put the tokens of the images in place of single placeholders.  A place that has all tokens of its image stays as it is.
 
     Raises:
         TrouperValidationError: there are more or fewer places than images.
@@ -136,7 +154,7 @@ def expand_ids(
         image = images[len(placed)] if len(placed) < len(images) else None
         if image is not None and tuple(ids[place : place + len(image.ids)]) == image.ids:
             place += len(image.ids)
-        elif ids[place] == row_token_id:
+        elif ids[place] == placeholder_id:
             place += 1
         else:
             found.append(ids[place])
@@ -145,7 +163,7 @@ def expand_ids(
         num_found += 1
         if image is not None:
             _put(found, placed, image)
-    _check_count(num_found, images, f"the token {row_token_id}", "the prompt")
+    _check_count(num_found, images, f"the token {placeholder_id}", "the prompt")
     return found, tuple(placed)
 
 

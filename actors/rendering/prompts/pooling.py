@@ -90,6 +90,8 @@ class PoolingPrompts(Prompts):
         encoded = self._encoded(message)
         ids, type_ids = encoded.ids, encoded.type_ids
         self._check_length(len(ids), encoded.media)
+        # A pooling model computes whole prompts, so only a prompt without a needed image is refused.
+        self._spans(encoded.media, len(ids))
         return Rendered(
             None,
             AdmitPooling(

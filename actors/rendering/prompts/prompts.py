@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self, cast
 
 import msgspec
 
-from trouper.actors.messages.media import MediaItem
+from trouper.actors.messages.media import MediaItem, spans_of
 from trouper.actors.messages.requests import (
     MAX_BAD_WORD,
     MAX_EDITS,
@@ -25,7 +25,11 @@ from trouper.actors.messages.sinks import GenerationSink
 from trouper.actors.rendering.chat.confined import ConfinedTemplates, TemplateSource, render_once
 from trouper.actors.rendering.chat.messages import IMAGE_MARK
 from trouper.actors.rendering.grammar.grammars import Grammars
-from trouper.actors.rendering.media.items import ImageItems, media_digests
+from trouper.actors.rendering.media.items import (
+    ImageItems,
+    media_digests,
+    prompt_digests,
+)
 from trouper.actors.rendering.media.parts import ImagePart, take_images
 from trouper.actors.rendering.media.processor import NAME as OPTIONS
 from trouper.actors.rendering.prompts.chat_embeds import encode_mixed, take_embeds, unmarked
@@ -41,6 +45,7 @@ from trouper.actors.rendering.prompts.images import (
     encode_with_images,
     expand_ids,
     images_of,
+    lay_out_prefix,
 )
 from trouper.actors.rendering.prompts.infill import KEYS as GAP_KEYS
 from trouper.actors.rendering.prompts.infill import Gap, gap_ids, marks_of
@@ -172,6 +177,7 @@ class Prompts:
             structured_outputs=config.structured_outputs,
             no_images=config.no_media,
             modality=modality_of(config.model.source_config),
+            max_step=config.scheduler.max_num_scheduled_tokens,
         )
         return cls(tokenizer, limits, template_text(config.chat_template), images)
 
@@ -214,7 +220,11 @@ class Prompts:
         if wanted is not None and len(ids) > wanted:
             ids = ids[-wanted:] if keeps_end else ids[:wanted]
         self._check_length(len(ids), items)
+        spans = self._spans(items, len(ids))
         prompt_token_ids, block_size = tuple(ids), self._limits.block_size
+        names = digests(embeds, block_size) or media_digests(items, block_size)
+        if spans and spans[0] == (0, len(ids)):
+            names = prompt_digests(names, ids, block_size)
         resolved = resolve_sampling(message.params, len(ids), self._limits, self._tokenizer)
         marks = self._limits.reasoning or message.options.reasoning
         reasoning = reasoning_of(marks, resolved.params, form.text, ids, self._tokenizer)
@@ -242,8 +252,9 @@ class Prompts:
                 grammar=self._grammars.compile(resolved.params, reasoning, message.options.key),
                 adapter=message.adapter,
                 embeds=embeds,
-                row_digests=digests(embeds, block_size) or media_digests(items, block_size),
+                row_digests=names,
                 media=items,
+                spans=spans,
             ),
         )
 
@@ -337,21 +348,45 @@ class Prompts:
         placed = images.place(form.images, given, scope, options.key)
         if form.ids is not None:
             ids = checked_ids(form.ids, self._limits.vocab_size)
-            return expand_ids(ids, images.row_token_id, placed)
+            return expand_ids(ids, images.placeholder_id, placed)
         tokenizer, pieces = self._needed_tokenizer("prompt"), form.pieces or []
         if form.writer != "the prompt":
             pieces = [piece.replace(IMAGE_MARK, images.mark) for piece in pieces]
         self._refuse_hopeless(sum(map(len, pieces)), tokenizer)
         adds = options.add_special_tokens
+        adds = form.adds_special_tokens if adds is None else adds
+        if images.spans == "prompt":
+            begin = tokenizer.special_tokens.get("bos_token", "")
+            pieces, adds = lay_out_prefix(pieces, images.placeholder, len(placed), begin), False
         ids, items = encode_with_images(
             pieces,
             images.placeholder,
             placed,
             tokenizer,
-            adds_special_tokens=form.adds_special_tokens if adds is None else adds,
+            adds_special_tokens=adds,
             writer=form.writer,
         )
         return checked_ids(ids, self._limits.vocab_size), items
+
+    def _spans(self, items: Sequence[MediaItem], num_tokens: int) -> tuple[tuple[int, int], ...]:
+        """Return the runs of tokens that see each other, which a step must compute as a whole.
+
+        Raises:
+            TrouperValidationError: one of them is longer than a step, or the model reads no prompts without images.
+        """
+        kind = "" if self.images is None else self.images.spans
+        if kind == "prompt" and not items:
+            raise invalid("prompt", "needs an image: this model does not read texts without one")
+        spans = spans_of(kind, items, num_tokens)
+        longest, limit = (
+            max((end - begin for begin, end in spans), default=0),
+            self._limits.max_step,
+        )
+        if longest > limit:
+            what = "the prompt" if kind == "prompt" else "an image"
+            rule = f"{what} has {longest} tokens that see each other, and one step computes {limit} tokens"
+            raise invalid("prompt", f"{rule}; raise max_num_batched_tokens to {longest} or more")
+        return spans
 
     def _embeds_form(self, given: Any, text: str | None, salt: str | None) -> Form:
         """Read a prompt of embeddings; its ids are zeros, which no part looks at."""

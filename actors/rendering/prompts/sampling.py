@@ -29,6 +29,8 @@ class ModelLimits(msgspec.Struct, frozen=True, kw_only=True):
     num_token_types: int = 0  # of an encoder
     room: int = 1  # positions behind the prompt that must stay free
     max_logprobs: int = 20
+    # Tokens of a step.
+    max_step: int = 2**31
     eos_token_ids: tuple[int, ...] = ()
     hidden_size: int | None = None  # None: prompt_embeds are not enabled
     block_size: int = 16  # by which embeddings are named in the prefix cache

@@ -105,7 +105,9 @@ class Running:
             return False
         count = min(count, builder.budget)
         sequence.seen_until = 0
-        count = builder.until_image(sequence, start, count)
+        count = builder.cut(sequence, start, count)
+        if count is None:
+            return False
         if self.states is not None:
             # The junction of this start counts, not that of an earlier one.
             sequence.marks.junction = prefix.junction
@@ -152,9 +154,9 @@ class Running:
             if sequence.request_slot < 0 or known >= sequence.limit:
                 continue  # preempted a moment ago; or sure to end with what is in flight
             count = min(known - sequence.num_computed, builder.budget, max_count)
-            count = builder.until_image(sequence, sequence.num_computed, count)
+            count = builder.cut(sequence, sequence.num_computed, count)
             if not count:
-                builder.encodes.append(sequence)
+                builder.wait(sequence, count)
                 continue
             end = sequence.num_computed + count
             if builder.unknown and (unknown := builder.unknown.get(sequence.id)):

@@ -12,6 +12,7 @@ are not counted until they are accepted.  Then every later position moves, also 
 """
 
 import hashlib
+from bisect import bisect_left
 from enum import Enum
 
 import msgspec
@@ -187,6 +188,12 @@ class Sequence(msgspec.Struct, eq=False, kw_only=True):
             if item.end > max(start, self.seen_until):
                 return max(start, item.first + item.runs[0][0])
         return NEVER
+
+    def span_at(self, position: int) -> tuple[int, int]:
+        """Return the begin and the end of the run of tokens that see each other and that a cut here would divide, or (0, 0)."""
+        spans = self.request.admit.spans
+        i = bisect_left(spans, position, key=lambda span: span[1])
+        return spans[i] if i < len(spans) and spans[i][0] < position < spans[i][1] else (0, 0)
 
     def hash_blocks(self, count: int, block_size: int) -> list[bytes]:
         """Return the hash chain of the first `count` blocks.  All their tokens must be known.

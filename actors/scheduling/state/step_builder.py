@@ -194,11 +194,46 @@ class StepBuilder:
         # Sequences that cannot go on without an image.
         self.encodes: list[Sequence] = []
 
+    def cut(self, sequence: Sequence, start: int, count: int) -> int | None:
+        """Return how many of the `count` tokens from `start` on can be in this step: up to an image, and without dividing a span.
+
+        Returns 0 if the sequence waits for an image, and None if it waits for a step with more tokens.
+        """
+        if sequence.request.admit.spans:
+            count = self.whole_spans(sequence, start, count)
+            if not count:
+                return None
+        return self.until_image(sequence, start, count)
+
+    def wait(self, sequence: Sequence, count: int | None) -> None:
+        """Let a sequence wait, as `cut` has found: the step encodes its image, if it is an image that is missing."""
+        if count is not None:
+            self.encodes.append(sequence)
+
     def until_image(self, sequence: Sequence, start: int, count: int) -> int:
         """Return how many of the `count` tokens from `start` on are before the next image that is to be encoded in slices."""
         if sequence.seen_until == NEVER or not sequence.request.admit.media or not self.encode_s:
             return count
-        return min(count, sequence.next_image(start) - start)
+        end = min(start + count, sequence.next_image(start))
+        begin, span_end = sequence.span_at(end)
+        # A prompt that sees all of itself waits for all of its images.
+        return max(start, begin if span_end else end) - start
+
+    def whole_spans(self, sequence: Sequence, start: int, count: int) -> int:
+        """Return how many of the `count` tokens from `start` on, or a few more, do not divide a run of tokens that see each other.
+
+        Returns 0 if the step has not enough tokens left for such a run.  Then no other prompt may take them either: a run that
+        always found too few would never be computed.
+        """
+        begin, end = sequence.span_at(start + count)
+        if not end:
+            return count
+        if begin > start:
+            return begin - start
+        if end - start <= self.budget:
+            return end - start
+        self.budget = 0
+        return 0
 
     def add(self, sequence: Sequence, count: int, lookahead: int = 0) -> None:
         """Schedule `count` tokens of a sequence, and at most `lookahead` drafts behind them.
@@ -320,6 +355,7 @@ def _new_sequence(sequence: Sequence) -> NewSequence:
         embeds=admit.embeds,
         media=tuple(item for item in admit.media if item.end > sequence.num_computed),
         grids=tuple((x.first + x.runs[0][0], *x.grid) for x in admit.media if x.grid is not None),
+        spans=admit.spans,
         grammar=admit.grammar,
         adapter_slot=0 if admit.adapter is None else admit.adapter.slot,
         family=f"{adapter} {scope} {salt}" if adapter or scope or salt else "",

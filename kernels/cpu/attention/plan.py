@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from trouper.kernels.cpu.attention import decode, prefill
-from trouper.kernels.ops import Integers, OpsConfig
+from trouper.kernels.ops import Integers, OpsConfig, Spans
 
 UNLIMITED = 2**62
 # Each thread gets this many work items on average, so that threads which finish early take over work of others.
@@ -36,8 +36,7 @@ class NativePlan(msgspec.Struct, frozen=True, dict=True):
     merges: np.ndarray  # [., 3], see decode.py
     partials: np.ndarray  # [., N, D + 2] float32
     heads: int  # KV heads in one work item
-    tiles: np.ndarray  # [., 4], see prefill.py
-    window: int
+    tiles: np.ndarray  # [., 6], see prefill.py
     later: "tuple[NativePlan, ...]" = ()
 
     @functools.cached_property
@@ -92,6 +91,7 @@ class AttentionPlanner:
         counts: Integers,
         window: int | None,
         are_prompts: np.ndarray | None = None,
+        spans: Spans | None = None,
     ) -> NativePlan:
         """Implement `CpuOps.plan`."""
         rows_C, starts_C, counts_C = (np.asarray(x, np.int64) for x in (rows, starts, counts))
@@ -108,7 +108,8 @@ class AttentionPlanner:
         lone = *columns, zeros_C - 1, sizes_C, zeros_C + 1, zeros_C
         found, later = _Spans(), list[NativePlan]()
         found.spans.append(np.stack(lone, axis=1)[is_one_span_C & (sizes_C > 0)])
-        tiles: list[tuple[int, int, int, int]] = []
+        tiles: list[tuple[int, int, int, int, int, int]] = []
+        reach = UNLIMITED if window is None else window
         for i in np.flatnonzero(~is_one_span_C & (sizes_C > 0)).tolist():
             first, row, begin, end = (int(x[i]) for x in columns)
             if is_lone_C[i]:
@@ -120,12 +121,15 @@ class AttentionPlanner:
                     found = _Spans()
             else:
                 start, count = int(starts_C[i]), int(counts_C[i])
+                span_end = 0 if spans is None else int(spans.ends_C[i])
+                sees_all = spans is not None and spans.ignore_window and span_end
+                seen = span_end, UNLIMITED if sees_all else reach
                 # The last tile sees the most keys, so it starts first.
                 tiles += [
-                    (first + offset, min(tile, count - offset), row, start + offset)
+                    (first + offset, min(tile, count - offset), row, start + offset, *seen)
                     for offset in reversed(range(0, count, tile))
                 ]
-        return self._plan_of(block_ids, found, tiles, window, later)
+        return self._plan_of(block_ids, found, tiles, later)
 
     def _are_single(self, rows_C: np.ndarray, starts_C: np.ndarray, counts_C: np.ndarray) -> bool:
         """Test whether each entry is one token of another sequence, with its keys in one span."""
@@ -158,8 +162,7 @@ class AttentionPlanner:
         self,
         block_ids: np.ndarray,
         found: _Spans,
-        tiles: Sequence[tuple[int, int, int, int]] = (),
-        window: int | None = None,
+        tiles: Sequence[tuple[int, int, int, int, int, int]] = (),
         later: Sequence[NativePlan] = (),
     ) -> NativePlan:
         spans_P = np.concatenate((np.empty((0, 8), np.int64), *found.spans))
@@ -170,8 +173,7 @@ class AttentionPlanner:
             np.array(found.merges, dtype=np.int64).reshape(-1, 3),
             np.empty((found.num_partials, num_heads, width + 2), np.float32),
             self._heads_per_item(len(spans_P)),
-            np.array(tiles, dtype=np.int64).reshape(-1, 4),
-            UNLIMITED if window is None else window,
+            np.array(tiles, dtype=np.int64).reshape(-1, 6),
             tuple(later),
         )
 

@@ -8,7 +8,8 @@
     q      [T, N, D]     rows may be strided;  N = H · G, the G heads of a group adjacent
     cache  [2, H, S, D]  slot = block id · block size + offset
     tables [C, B]        int64 block ids
-    tiles  [P, 4]        int64: first token, number of tokens (≤ PARTS · SIDE / G), row of the table, position
+    tiles  [P, 6]        int64: first token, number of tokens (≤ PARTS · SIDE / G), row of the table, position, end of its span
+                         or 0, window
     sinks  [N]           float32, or absent
     out    [T, N · D]
 
@@ -20,7 +21,7 @@ throughout.  For every SIDE keys, of the past and of the tile itself:
     out    [D, R]    += Vᵀ weights
 
 So K is not rearranged, and V only pairs neighbours for bfloat16 (`tile.py`).  Keys that no query of a tile sees are not
-read.
+read.  The queries of a span see all keys before the span's end, as far back as the window reaches.
 
 `whole_attention` lets every token of a sequence see the others in both directions, without a cache:
 
@@ -57,12 +58,12 @@ SIDE = 128
 
 def prefill_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
     """Write the kernel with the arguments q, its stride, cache, S, tables, their stride, tiles, H, G, D, block size, scale, cap,
-    window, sinks or 0, out, its stride, scratch, scratch bytes of a thread.
+    sinks or 0, out, its stride, scratch, scratch bytes of a thread.
     """
     (
         q, q_stride, cache, num_slots, tables, table_stride, tiles, num_kv, group, width, block_size,
-        scale, cap, window, sinks, out, out_stride, scratch, scratch_bytes,
-    ) = code.arguments(19)  # fmt: skip
+        scale, cap, sinks, out, out_stride, scratch, scratch_bytes,
+    ) = code.arguments(18)  # fmt: skip
     q, cache, out = (code.pointer(x, kind) for x in (q, cache, out))
     tables, tiles = code.pointer(tables, "i64"), code.pointer(tiles, "i64")
     size = group * width
@@ -71,9 +72,12 @@ def prefill_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
     scale, cap = code.f32_argument(scale), code.f32_argument(cap)
     with tile.begun():
         for item in code.work_items():
-            row = tiles + item // num_kv * 4
+            row = tiles + item // num_kv * 6
             head = item % num_kv
             token, count, position = row[0], row[1], row[3]
+            span_end, window = row[4], row[5]
+            # Farther than any position.
+            ahead = code.minimum(span_end, 1) * 2**30
             table = tables + row[2] * table_stride
             k = cache + head * num_slots * width
             v = cache + (num_kv + head) * num_slots * width
@@ -81,7 +85,8 @@ def prefill_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
             def slot(place: Value, table: Pointer = table) -> Value:
                 return table[place // block_size] * block_size + place % block_size
 
-            end, step = position + count, code.i64(SIDE) // group
+            end = code.maximum(position + count, span_end)
+            step = code.i64(SIDE) // group
 
             def parts(
                 count: Value = count, step: Value = step
@@ -103,15 +108,16 @@ def prefill_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
                 tile.stage_values(lambda i, v=v, first=first: v + slot(first + i) * width, num)
                 for part, at, own in parts():
                     begin, stop = position + at, position + at + own
-                    num, num_rows = code.minimum(stop - first, SIDE), part.padded_rows(own)
+                    last = code.maximum(stop, span_end)
+                    num, num_rows = code.minimum(last - first, SIDE), part.padded_rows(own)
                     with code.when((num > 0) & (first + num > begin + 1 - window)):
                         part.write_scores(num_rows, num)
-                        is_masked = (first + num - 1 > begin) | (stop - 1 - window >= first)
+                        is_masked = (first + num - 1 > begin + ahead) | (stop - 1 - window >= first)
                         for r in code.loop(0, num_rows, LANES):
                             with code.when(cap > 0.0):
                                 _cap(part, r, num, scale, cap)
                             with code.when(is_masked):
-                                part.hide(r, first, num, window, 0)
+                                part.hide(r, first, num, window, ahead)
                             part.softmax(r, num, code.select(cap > 0.0, 1.0, scale) * LOG2_E)
                         part.add_values(num_rows, num)
             for part, at, own in parts():

@@ -29,6 +29,8 @@ READERS: dict[str, Callable[[HfConfig], DecoderTraits]] = {
 # The text models of multimodal architectures by `model_type`, from `text_config` if there is one. Three-dimensional
 # positions have only one dimension in prompts of text.
 TEXT_MODELS = {
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
@@ -76,8 +78,10 @@ def decoder_traits(
     """
     outer = architecture
     if is_text_part(outer):
-        check_text_part(outer)
         architecture = TEXT_MODELS.get(str(config.get("model_type")), architecture)
+    if outer in PREFIX_MODELS:
+        # It describes prompts with images, whose tokens see each other as the plan of a step says.
+        config = {**config, "use_bidirectional_attention": None}
     reader = READERS.get(architecture)
     if reader is None:
         known = ", ".join(sorted(READERS))

@@ -50,6 +50,7 @@ from trouper.actors.executor.weights.encoder import (
     load_token_classifier,
 )
 from trouper.actors.executor.weights.tower import load_tower
+from trouper.actors.messages.media import spans_of
 from trouper.actors.messages.steps import PoolDone, PoolEntry, PoolPlan, StepPlan
 from trouper.config.adapters import AdapterFiles
 from trouper.config.checkpoint.pooler import PoolerSpec
@@ -294,6 +295,9 @@ class PoolingRunner:
         assert isinstance(self._model, UnpagedDecoder)
         positions = positions_of(groups)
         embeds, axes = _embeds(columns, rows), _axes(columns)
+        media = self._config.media
+        kind = "" if media is None else media.family.spans
+        spans = [spans_of(kind, column.media, len(column.token_ids)) for column in columns]
         return self._model.forward(
             from_numpy(token_ids),
             from_numpy(positions),
@@ -301,6 +305,7 @@ class PoolingRunner:
             groups,
             embeds,
             None if axes is None else from_numpy(axes),
+            {i: found for i, found in enumerate(spans) if found},
         )
 
     @property

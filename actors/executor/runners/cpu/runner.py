@@ -19,6 +19,7 @@ from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.executor.media.encoder import ImageEncoder
 from trouper.actors.executor.media.tower import ADVICE
 from trouper.actors.executor.models.decoder import Decoder, windows_of
+from trouper.actors.executor.models.families.registry import PREFIX_MODELS
 from trouper.actors.executor.runners.cpu.decoder_pass import DecoderPass
 from trouper.actors.executor.runners.cpu.draft_model import DraftModel
 from trouper.actors.executor.runners.cpu.models import (
@@ -84,7 +85,11 @@ class CpuRunner:
         model = model or NativeModel(config)
         self._encoder = _encoder_of(config, model)
         self.slots = RequestSlots(
-            config.scheduler.max_num_seqs, config.max_model_len, config.block_size, self._encoder
+            config.scheduler.max_num_seqs,
+            config.max_model_len,
+            config.block_size,
+            self._encoder,
+            spans_ignore_window=config.media is not None and config.media.family.spans == "prompt",
         )
         self._sampler = Sampler(self.slots)
         self._draft_model: DraftModel | None = None
@@ -395,7 +400,13 @@ def _encoder_of(config: EngineConfig, model: NativeModel | HfModel) -> ImageEnco
     """
     media = config.media
     if media is None:
+        if config.model.architecture in PREFIX_MODELS:
+            rule = f"{config.model.architecture} needs bidirectional attention within prompts, which only prompts with images have"
+            raise UnsupportedFeatureError(f"{rule}: {config.no_media}", parameter="model")
         return None
+    if media.family.spans and isinstance(model, HfModel):
+        rule = f"images of {media.model_type} see later parts of themselves, which needs trouper's own code of the text model"
+        raise UnsupportedFeatureError(f"{rule}; {ADVICE}", parameter="model")
     if media.family.has_grids and (isinstance(model, HfModel) or not model.has_three_positions):
         rule = f"images of {media.model_type} need trouper's own code of the text model, and mrope_section in config.json"
         raise UnsupportedFeatureError(f"{rule}; {ADVICE}", parameter="model")

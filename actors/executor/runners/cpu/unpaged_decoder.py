@@ -5,7 +5,7 @@ paged attention reads it like a KV cache. Models that embed with bidirectional a
 the attention of encoders over the same keys.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
@@ -15,21 +15,23 @@ from torch import Tensor
 from trouper.actors.executor.models.native_decoder import NativeDecoder, ops_config
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.steps.arrays import from_numpy
+from trouper.actors.executor.steps.batch import split_at_spans
 from trouper.actors.executor.weights.decoder import load_decoder
 from trouper.config.engine_config import EngineConfig
 from trouper.errors import UnsupportedFeatureError
 from trouper.kernels.cpu.attention.varlen import Group, is_native, tiles_of, varlen_attention
-from trouper.kernels.ops import CpuOps, HostTokens
+from trouper.kernels.ops import CpuOps, HostTokens, Spans
 from trouper.kernels.select import make_ops
 
 BLOCK_SIZE = 16
+NO_SPANS: Mapping[int, Sequence[tuple[int, int]]] = {}
 
 
 class UnpagedDecoder:
     """A decoder with the interface of an encoder: whole prompts to hidden states, without a KV cache."""
 
-    def __init__(self, decoder: NativeDecoder[CpuOps]) -> None:
-        self._decoder = decoder
+    def __init__(self, decoder: NativeDecoder[CpuOps], *, spans_ignore_window: bool) -> None:
+        self._decoder, self._spans_ignore_window = decoder, spans_ignore_window
 
     @classmethod
     def load(cls, config: EngineConfig, traits: DecoderTraits) -> Self:
@@ -48,7 +50,9 @@ class UnpagedDecoder:
             made = make_ops(ops_config(traits, dtype, BLOCK_SIZE))
             return made if traits.is_causal else cast("CpuOps", _BothWays(made, traits, dtype))
 
-        return cls(load_decoder(config, traits, ops=ops, has_head=False))
+        ignore = config.media is not None and config.media.family.spans == "prompt"
+        decoder = load_decoder(config, traits, ops=ops, has_head=False)
+        return cls(decoder, spans_ignore_window=ignore)
 
     @property
     def num_bytes(self) -> int:
@@ -63,12 +67,14 @@ class UnpagedDecoder:
         groups: Sequence[Group],
         embeds: Sequence[tuple[int, Tensor]] = (),
         axes_3T: Tensor | None = None,
+        spans: Mapping[int, Sequence[tuple[int, int]]] = NO_SPANS,
     ) -> Tensor:
         """Compute the hidden states [T, E] of whole prompts. A decoder has no segments, so it ignores their ids.
 
         Args:
             embeds: rows of images in place of embeddings, as (first token, rows).
             axes_3T: positions in time, height and width, for images of a model that has them.
+            spans: by index of the prompt the runs of tokens that see each other.
         """
         traits = self._decoder.traits
         lengths = [group.length for group in groups for _ in range(group.num_sequences)]
@@ -76,10 +82,15 @@ class UnpagedDecoder:
         firsts = np.cumsum(num_blocks) - num_blocks
         block_ids = firsts[:, None] + np.arange(int(num_blocks.max()))
         slots_T = from_numpy(np.repeat(firsts * BLOCK_SIZE, lengths)) + positions_T
-        rows, starts = range(len(lengths)), [0] * len(lengths)
         ops = self._decoder.ops
+        counts = np.array(lengths)
+        columns = np.arange(len(counts)), np.zeros_like(counts), counts, counts > 1
+        found: tuple[Spans, ...] = ()
+        if spans:
+            columns, found = split_at_spans(columns, spans, self._spans_ignore_window)
+        *entries, are_prompts = columns
         plans: dict[int | None, Any] = {
-            window: ops.plan(block_ids, rows, starts, lengths, window)
+            window: ops.plan(block_ids, *entries, window, are_prompts, *found)
             if traits.is_causal
             else _GroupPlan(groups, slots_T, window)
             for window in traits.windows
