@@ -21,7 +21,7 @@ UNLIMITED = 2**62
 ITEMS_PER_THREAD = 4
 # The columns of a token with its keys in one span; the first four depend on the token.
 ONE_SPAN = (0, 0, 0, 0, -1, 1, 1, 0)
-NO_MERGES, NO_TILES = np.empty((0, 3), np.int64), np.empty((0, 4), np.int64)
+NO_MERGES, NO_TILES = np.empty((0, 3), np.int64), np.empty((0, 6), np.int64)
 
 
 class NativePlan(msgspec.Struct, frozen=True, dict=True):
@@ -155,7 +155,6 @@ class AttentionPlanner:
             np.empty((0, self._config.num_q_heads, self._config.head_dim + 2), np.float32),
             self._heads_per_item(len(spans)),
             NO_TILES,
-            UNLIMITED if window is None else window,
         )
 
     def _plan_of(

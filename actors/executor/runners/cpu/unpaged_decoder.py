@@ -88,9 +88,9 @@ class UnpagedDecoder:
         found: tuple[Spans, ...] = ()
         if spans:
             columns, found = split_at_spans(columns, spans, self._spans_ignore_window)
-        *entries, are_prompts = columns
+        rows, starts, counts, are_prompts = columns
         plans: dict[int | None, Any] = {
-            window: ops.plan(block_ids, *entries, window, are_prompts, *found)
+            window: ops.plan(block_ids, rows, starts, counts, window, are_prompts, *found)
             if traits.is_causal
             else _GroupPlan(groups, slots_T, window)
             for window in traits.windows
