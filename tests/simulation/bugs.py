@@ -28,12 +28,13 @@ from trouper.actors.scheduling.state.kv_blocks import FIRST_PARENT, KVBlocks
 from trouper.actors.scheduling.state.running import Running
 from trouper.actors.scheduling.state.sequence import Sequence
 from trouper.actors.scheduling.state.sequence_table import SequenceTable
+from trouper.actors.scheduling.state.state_snapshots import StateSnapshots
 from trouper.actors.scheduling.state.step_builder import InFlightSteps, StepBuilder
 from trouper.actors.scheduling.step_planner import StepPlanner
 from trouper.actors.scheduling.step_time import StepTimes
 from trouper.errors import EngineDeadError
 
-from .scenario import draw, draw_with_drafts
+from .scenario import draw, draw_with_drafts, draw_with_states, draw_without_states
 from .simulated_device import SimulatedDevice
 
 Faulty = Callable[..., Any]
@@ -297,7 +298,7 @@ def the_fluid_keeps_who_has_gone(right):
     return lambda self, id: None
 
 
-@bug(PromptTurns, "note_undone")
+@bug(PromptTurns, "note_undone", draw_without_states)
 def what_is_undone_is_no_prompt(right):
     return lambda self, sequence: None
 
@@ -588,6 +589,46 @@ def admitted_before_tracked(right):
         self._detokenizer.send_nowait(rendered.track)
 
     return faulty
+
+
+# Snapshots of recurrent states
+
+
+@bug(Running, "_prefix", draw_with_states)
+def keys_are_shared_beyond_the_state(right):
+    def faulty(self, sequence):
+        found = right(self, sequence)
+        return found if not found.junction else found._replace(start=found.junction)
+
+    return faulty
+
+
+@bug(StateSnapshots, "save", draw_with_states)
+def state_is_offered_when_it_is_planned(right):
+    def faulty(self, sequence, start, end):
+        saves = right(self, sequence, start, end)
+        if end <= sequence.num_tokens:
+            self.land(sequence, end)
+        return saves
+
+    return faulty
+
+
+@bug(StateSnapshots, "_name", draw_with_states)
+def state_has_the_name_of_an_earlier_block(right):
+    return lambda self, sequence, end: right(
+        self, sequence, max(self._block_size, end - self._block_size)
+    )
+
+
+@bug(StateSnapshots, "leave", draw_with_states)
+def planned_row_is_not_given_back(right):
+    return lambda self, sequence: None
+
+
+@bug(Policy, "_begin_again", draw_with_states)
+def state_of_a_failed_step_is_used_again(right):
+    return lambda self, states, torn, undone: None
 
 
 @bug(Detokenizer, "_take_update")

@@ -450,6 +450,7 @@ def check_idle(world: Any) -> None:
     require(mine.num_running + mine.num_waiting + mine.num_deferred == 0, "sequences", stats)
     require(mine.num_steps_in_flight == 0, "steps in flight", stats)
     require(mine.num_blocks_free == mine.num_blocks_total, "blocks leak", stats)
+    require(mine.num_state_rows_pending == 0, "rows of states leak", stats)
     require(not policy.table.requests and not policy.table.sequences, "requests leak", policy)
     if policy.turns is not None:
         require(not policy.turns.has_prompts, "prompts leak", policy.turns)

@@ -110,6 +110,8 @@ class Scenario(msgspec.Struct, kw_only=True):
     misjudged: float = (
         1.0  # times the seconds that the policy believes in at first; 0: it knows nothing
     )
+    # Rows for snapshots of recurrent states; 0 stands for a model without states.
+    num_snapshots: int = 0
     num_drafts: int = 0  # that a step may verify
     drafters: Drafters = "mixed"  # of all sequences; mixed: each draft is right to a drawn length
     num_renderers: int = 1
@@ -130,6 +132,20 @@ def draw_with_drafts(seed: int) -> Scenario:
     scenario.num_drafts = scenario.num_drafts or 3
     scenario.drafters = streams_of(seed)("drafters").choice(DRAFTERS)
     scenario.steps_in_flight = 1
+    return scenario
+
+
+def draw_with_states(seed: int) -> Scenario:
+    """One whose model keeps recurrent states, with few rows or many."""
+    scenario = draw(seed)
+    scenario.num_snapshots = scenario.num_snapshots or 1 + seed % 8
+    return scenario
+
+
+def draw_without_states(seed: int) -> Scenario:
+    """One whose model keeps only keys and values, so that a failed step's sequences go on where they were."""
+    scenario = draw(seed)
+    scenario.num_snapshots = 0
     return scenario
 
 
@@ -185,6 +201,7 @@ def draw_with(dice: Dice, *, seed: int) -> Scenario:
         max_step_ms=times.choice((0, 0, None, None, None, 20, 60)),
         coefficients=times.choice((None, FAST, SLOW)),
         misjudged=times.choice((0.0, 0.4, 1.0, 1.0, 3.0)),
+        num_snapshots=dice("states").choice((0, 0, 0, 2, 6)),
         num_drafts=num_drafts,
         num_renderers=sizes.choice((1, 1, 2, 3)),
         stream_interval=sizes.choice((1, 1, 1, 3)),

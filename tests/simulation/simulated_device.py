@@ -6,6 +6,9 @@ read back through the table, with the seed and the position.  Blocks are poisone
 a row for writing.  So a wrong table, a use after free, a stale prefix hit, a copy that was forgotten or
 two writers of one block change tokens, and `simulated_tokens` says what they should have been.
 
+With rows of states it is a recurrent model too: the state of a slot is the hash of all entries so far.  A step that begins with
+another state than that of its position mixes it into all entries that follow, so a stale, torn or foreign state changes tokens.
+
 Time is `anyio.sleep`: virtual when the clock is a mock.
 """
 
@@ -204,6 +207,7 @@ class _Row:
     """State of one sequence on the device."""
 
     def __init__(self, new: NewSequence) -> None:
+        self.slot = new.request_slot
         self.sequence = new.sequence
         self.token_ids = list(new.token_ids)
         self.num_prompt = new.num_prompt
@@ -225,9 +229,20 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
         vocab_size: int,
         max_steps_in_flight: int,
         conditions: Conditions | None = None,
+        *,
+        num_slots: int = 0,
+        num_snapshots: int = 0,
     ) -> None:
+        """Make a device; with snapshots, its model keeps recurrent states, of which the first rows belong to the slots."""
         info = DeviceInfo(num_blocks, block_size, "float32", "simulated")
+        if num_snapshots:
+            info = msgspec.structs.replace(
+                info, num_state_rows=num_slots, num_snapshots=num_snapshots, state_bytes=ENTRY_BYTES
+            )
         super().__init__(info, max_steps_in_flight, conditions)
+        self._states: dict[int, bytes] = {}
+        # Of each slot and position in the step: the rows that are saved there.
+        self._saves: dict[tuple[int, int], list[int]] = {}
         self._vocab_size = vocab_size
         self._stride = block_size * ENTRY_BYTES
         self._cache = bytearray(POISON * (block_size * num_blocks))
@@ -238,6 +253,7 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
 
     def _forget(self) -> None:
         self._rows.clear()
+        self._states.clear()
         self._poison(range(self._info.num_blocks))
 
     async def aclose(self) -> None:
@@ -311,8 +327,13 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
         """Rows, tables and copies: everything that comes before the computation."""
         self._check(plan)
         starts = dict(zip(plan.request_slots, plan.num_computed_tokens, strict=True))
+        self._saves.clear()
+        for slot, row, position in plan.saves:
+            self._saves.setdefault((slot, position), []).append(row)
         for new in plan.new_sequences:
             self._rows[new.request_slot] = _Row(new)
+            if new.state_row >= 0:
+                self._states[new.request_slot] = self._states.get(new.state_row, POISON)
             num_shared = -(-starts[new.request_slot] // self._info.block_size)
             self._poison(new.block_ids[num_shared:])
         for row, blocks in plan.new_blocks:
@@ -374,11 +395,17 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
             raise ValueError(f"{row.sequence}: position {end - 1} has no token")
         state = hashlib.blake2b(self._read(row, start), digest_size=ENTRY_BYTES)
         adapter = self._adapters[row.adapter_slot] if row.adapter_slot else b""
+        if self._info.state_bytes and start:
+            found = self._states.get(row.slot, POISON)
+            state.update(found if found != state.digest() else b"")
         for position in range(start, end):
             entry = _entry(state, row.token_ids[position], position, adapter)
             at = row.table[position // size] * self._stride + position % size * ENTRY_BYTES
             self._cache[at : at + ENTRY_BYTES] = entry
             state.update(entry)
+            for target in self._saves.get((row.slot, position + 1), ()):
+                self._states[target] = state.digest()
+        self._states[row.slot] = state.digest()
         wanted = row.sampling.prompt_logprobs
         if wanted is None:
             return ()

@@ -94,6 +94,8 @@ class World:
             VOCAB_SIZE,
             scenario.steps_in_flight,
             self.trouble,
+            num_slots=scenario.max_num_seqs,
+            num_snapshots=scenario.num_snapshots,
         )
         device.record = self.record
         return device
