@@ -340,13 +340,17 @@ class Controls:
                 await self._resume()
             return not lifecycle.is_sleeping
 
-    async def reset_prefix_cache(self, *, preempt: str = "no") -> bool:
+    async def reset_prefix_cache(self, *, preempt: str = "no", clears_tier: bool = False) -> bool:
         """Forget all cached prefixes.
 
-        Returns False, and changes nothing, while a sequence holds a block.  With `preempt`, running sequences give up
+        Returns False, and changes nothing in memory, while a sequence holds a block.  With `preempt`, running sequences give up
         their blocks first.  Needed after new weights are loaded.
+
+        Args:
+            clears_tier: remove the files of this model from the tier on disk, in any case.
         """
-        return await self._client.ask_scheduler(ResetPrefixCache, preempt)
+        reset = partial(ResetPrefixCache, clears_tier=clears_tier)
+        return await self._client.ask_scheduler(reset, preempt)
 
     async def probe(self) -> None:
         """Return when the scheduler and the device have processed a message: both are alive.

@@ -50,6 +50,7 @@ from trouper.actors.scheduling.scheduling_policy import SchedulingPolicy
 from trouper.actors.scheduling.state.kv_blocks import KVBlocks
 from trouper.actors.scheduling.state.sequence_table import Shared
 from trouper.actors.scheduling.state.state_snapshots import StateSnapshots
+from trouper.actors.scheduling.state.tier import MAX_ORDERS, Tier
 from trouper.config.context import context_line, fitted, states_line, with_state_rows
 from trouper.config.engine_config import EngineConfig
 from trouper.errors import UnsupportedFeatureError
@@ -180,10 +181,10 @@ async def _run_actors(
         ends.enter_context(to_fetcher)
         ends.enter_context(fetcher_inbox)
         # Each executor gets the plans in flight; one call at a time from the lifecycle, for an adapter, from a probe and from the
-        # scheduler; and two grammars to prepare, one of them ordered before the device was lost.
+        # scheduler; two grammars to prepare, one of them ordered before the device was lost; and the orders to the tier.
         for _ in devices:
             to_executor, executor_inbox = anyio.create_memory_object_stream[ExecutorInbox](
-                credits + 6
+                credits + 6 + MAX_ORDERS
             )
             to_executors.append(ends.enter_context(to_executor))
             executor_inboxes.append(ends.enter_context(executor_inbox))
@@ -312,15 +313,12 @@ def _make_policy(config: EngineConfig, info: DeviceInfo) -> AnyPolicy:
         poolers = [PoolingPolicy(scheduler, pooling) for _ in range(num_replicas)]
         return poolers[0] if num_replicas == 1 else Replicas(poolers, step_tokens)
     shared, caches = Shared(), scheduler.enable_prefix_caching
-    policies = [
-        Policy(
-            scheduler,
-            KVBlocks(info.num_blocks, info.block_size, caches),
-            shared,
-            _make_states(info, has_cache=caches),
-        )
-        for _ in range(num_replicas)
-    ]
+    policies: list[Policy] = []
+    for _ in range(num_replicas):
+        blocks = KVBlocks(info.num_blocks, info.block_size, caches)
+        tier = None if config.tier is None else Tier(blocks)
+        states = _make_states(info, has_cache=caches)
+        policies.append(Policy(scheduler, blocks, shared, states, tier))
     return policies[0] if num_replicas == 1 else Replicas(policies, step_tokens, info.block_size)
 
 

@@ -12,7 +12,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from trouper.actors.executor.device import Device, DeviceInfo
 from trouper.actors.messages.controls import DeviceCall, ExecutorInbox, SchedulerInbox
 from trouper.actors.messages.requests import PrepareGrammar
-from trouper.actors.messages.steps import DeviceFailed, ReplicaEvent
+from trouper.actors.messages.steps import DeviceFailed, ReplicaEvent, TierOrder
 from trouper.errors import DeviceStartError
 
 # Seconds for the step in progress to end and for the memory to be released.
@@ -85,6 +85,8 @@ class Executor:
                 await self._call(message)
             elif isinstance(message, PrepareGrammar):
                 self._device.prepare(message)
+            elif isinstance(message, TierOrder):
+                self._device.order_tier(message)
             else:
                 self._last_step = message.step
                 self._device.submit(message)

@@ -19,11 +19,13 @@ from trouper.actors.messages.steps import (
     StepDone,
     StepFailed,
     StepPlan,
+    TierAnswer,
+    TierOrder,
 )
 
 Result_co = TypeVar("Result_co", covariant=True)
 StepResult = StepDone | PoolDone | StepFailed
-DeviceEvent = StepResult | GrammarReady | DeviceLost | DeviceBack
+DeviceEvent = StepResult | GrammarReady | TierAnswer | DeviceLost | DeviceBack
 
 
 class PendingResult(NamedTuple, Generic[Result_co]):
@@ -99,6 +101,14 @@ class Device(Protocol):
 
         The device keeps the grammar until a later order releases it and the plans before that order are done,
         or until the device is lost.
+        """
+        ...
+
+    def order_tier(self, order: TierOrder) -> None:
+        """Queue an order to the tier on disk, behind the plans already submitted. `receive` returns its
+        `TierAnswer`.
+
+        A device without a tier gets no such order. The orders of a lost device are not answered.
         """
         ...
 

@@ -35,6 +35,8 @@ from trouper.actors.messages.steps import (
     StepDone,
     StepFailed,
     StepPlan,
+    TierAnswer,
+    TierOrder,
 )
 from trouper.config.adapters import AdapterFiles
 
@@ -71,6 +73,8 @@ class ResetPrefixCache(msgspec.Struct, frozen=True):
 
     preempt: Literal["no", "recompute", "resample"]
     answer: Promise[bool]
+    # Whether the files of this model in the tier on disk are removed, too.
+    clears_tier: bool = False
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -186,9 +190,9 @@ class Flush(msgspec.Struct, frozen=True):
 RendererInbox = Render
 SchedulerInbox = (
     Admit | AdmitPooling | Abort | Stop | StepDone | PoolDone | StepFailed
-    | DeviceLost | DeviceBack | ReplicaEvent | GrammarReady | SetPause | ResetPrefixCache | Step | Probe
+    | DeviceLost | DeviceBack | ReplicaEvent | GrammarReady | TierAnswer | SetPause | ResetPrefixCache | Step | Probe
 )  # fmt: skip
-ExecutorInbox = StepPlan | PoolPlan | PrepareGrammar | DeviceCall
+ExecutorInbox = StepPlan | PoolPlan | PrepareGrammar | TierOrder | DeviceCall
 DetokenizerInbox = Track | StepTokens
 PoolerInbox = Pooled
 ObserverInbox = (

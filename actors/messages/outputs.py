@@ -4,7 +4,8 @@ Outputs go from the scheduler to the detokenizer or to the pooler; `Stop` goes b
 Numbers may be dropped when the observer is slow, because no client waits for them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -164,6 +165,15 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     step_prompt_budget_s: float = 0.0
     # Prompt tokens that would be computed by now if all prompts were computed at the same time.
     num_overdue_tokens: int = 0
+    # The tier on disk: bytes and files of its folder; tokens found there, not found, and stored.
+    tier_bytes: int = 0
+    tier_files: int = 0
+    tier_hit_tokens: int = 0
+    tier_miss_tokens: int = 0
+    tier_stored_tokens: int = 0
+    # Blocks not used or not written, and fetches not made, by reason.
+    tier_refused: tuple[tuple[str, int], ...] = ()
+    tier_skipped: tuple[tuple[str, int], ...] = ()
     # None if the engine takes no adapters.
     adapters: AdapterStats | None = None
     # A lost device is being started again, or has failed.  A failed one is not started again.
@@ -184,18 +194,30 @@ def total(parts: Sequence[SchedulerStats]) -> SchedulerStats:
     sums = {
         name: sum(getattr(part, name) for part in parts)
         for name in SchedulerStats.__struct_fields__
-        if name.startswith(("num_", "prefix_", "recompute_"))
+        if name.startswith(("num_", "prefix_", "recompute_")) or name.endswith("_tokens")
     }
     adapters = [part.adapters for part in parts if part.adapters is not None]
     return SchedulerStats(
         **sums,
         kv_cache_usage=sum(part.kv_cache_usage for part in parts) / len(parts),
+        # All replicas share one folder.
+        tier_bytes=max(part.tier_bytes for part in parts),
+        tier_files=max(part.tier_files for part in parts),
+        tier_refused=_added(part.tier_refused for part in parts),
+        tier_skipped=_added(part.tier_skipped for part in parts),
         adapters=_all_adapters(adapters) if adapters else None,
         step_prompt_budget_s=max(part.step_prompt_budget_s for part in parts),
         is_device_lost=all(part.is_device_lost for part in parts),
         is_device_failed=all(part.is_device_failed for part in parts),
         is_available=any(part.is_available for part in parts),
     )
+
+
+def _added(parts: Iterable[tuple[tuple[str, int], ...]]) -> tuple[tuple[str, int], ...]:
+    counts = Counter[str]()
+    for part in parts:
+        counts.update(dict(part))
+    return tuple(sorted(counts.items()))
 
 
 def _all_adapters(parts: Sequence[AdapterStats]) -> AdapterStats:

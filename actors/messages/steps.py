@@ -238,9 +238,50 @@ class ReplicaEvent(msgspec.Struct, frozen=True):
     """
 
     replica: int
-    event: (
-        "StepDone | PoolDone | StepFailed | GrammarReady | DeviceLost | DeviceBack | DeviceFailed"
-    )
+    event: "StepDone | PoolDone | StepFailed | GrammarReady | TierAnswer | DeviceLost | DeviceBack | DeviceFailed"
+
+
+class TierOrder(msgspec.Struct, frozen=True):
+    """Scheduler → Executor: an order to the tier of KV blocks on disk, performed behind the plans already sent.
+
+    A thread of the device performs the orders one after another, while later plans run.  Each order is answered.
+
+    Kinds:
+        store: write a block, which no plan changes until the answer.
+        fetch: read these blocks, in order, and stop at the first one that is not there.  No plan uses their memory until the answer.
+        touch: note a use of the last of a chain of blocks, so that the chain is removed later than others.
+        cancel: forget all orders before this one, at once.  They neither read nor write the memory of a block any more.
+        clear: forget them as well, and remove the files of this model.
+    """
+
+    number: int
+    kind: Literal["store", "fetch", "touch", "cancel", "clear"]
+    blocks: tuple[int, ...] = ()
+    names: tuple[bytes, ...] = ()
+    # The name of the block before a stored one.  Empty for the first block of a sequence.
+    parent: bytes = b""
+
+
+class TierAnswer(msgspec.Struct, frozen=True):
+    """Executor → Scheduler: the answer to an order, and what has changed on the disk since the last answer.
+
+    An answer with the number 0 has only changes.  The names are a hint: a file may vanish at any time.
+    """
+
+    number: int
+    # How many of the order's blocks were stored or fetched, from the first on.
+    num_done: int = 0
+    # The time that the order took, without its wait behind other orders.
+    seconds: float = 0.0
+    # Whether everything known before is void: the tier was opened, or its files were removed.
+    is_anew: bool = False
+    added: tuple[bytes, ...] = ()
+    removed: tuple[bytes, ...] = ()
+    # Of the whole folder.
+    num_bytes: int = 0
+    num_files: int = 0
+    # Blocks that were not used or not written, by reason.
+    refused: tuple[tuple[str, int], ...] = ()
 
 
 class DeviceBack(msgspec.Struct, frozen=True):

@@ -307,6 +307,8 @@ class ReplicaMetrics:
                 "free": stats.num_state_rows_free,
             }), ("state",),
         )  # fmt: skip
+        yield Number("kv_tier_bytes", "Bytes of the tier on disk.", {(): stats.tier_bytes})
+        yield Number("kv_tier_files", "Files of the tier on disk.", {(): stats.tier_files})
         yield Number("kv_cache_usage_perc", "KV blocks in use, 0 to 1.", {(): stats.kv_cache_usage})
         yield Number(
             "engine_sleep_state", "1 for the sleep state of the engine; none is 1 in a mere pause.",
@@ -365,6 +367,27 @@ class ReplicaMetrics:
                 "Tokens found in the KV cache, but computed again for lack of a recurrent state.",
                 stats.num_state_misses,
             ),
+            ("kv_tier_hit_tokens", "Tokens read from the tier on disk.", stats.tier_hit_tokens),
+            (
+                "kv_tier_miss_tokens",
+                "Tokens of full blocks that neither memory nor the tier had.",
+                stats.tier_miss_tokens,
+            ),
+            (
+                "kv_tier_stored_tokens",
+                "Tokens written to the tier on disk.",
+                stats.tier_stored_tokens,
+            ),
+            (
+                "external_prefix_cache_queries",
+                "Tokens looked up in the tier on disk.",
+                stats.tier_hit_tokens + stats.tier_miss_tokens,
+            ),
+            (
+                "external_prefix_cache_hits",
+                "Tokens read from the tier on disk.",
+                stats.tier_hit_tokens,
+            ),
             ("state_snapshot_saves", "Recurrent states copied.", stats.num_state_saves),
             (
                 "state_snapshot_evictions",
@@ -385,6 +408,14 @@ class ReplicaMetrics:
             ),
         ):
             yield Number(name, text, {(): value}, is_counter=True)
+        yield Number(
+            "kv_tier_refused", "Blocks of the tier on disk that were not used or not written.",
+            keyed(dict(stats.tier_refused)), ("reason",), is_counter=True,
+        )  # fmt: skip
+        yield Number(
+            "kv_tier_skipped", "Blocks not stored, or sequences that did not wait for the disk.",
+            keyed(dict(stats.tier_skipped)), ("reason",), is_counter=True,
+        )  # fmt: skip
         by_turn = {"first": stats.num_first_turn_tokens, "other": stats.num_other_turn_tokens}
         yield Number(
             "prompt_tokens_by_turn", "Prompt tokens, by the turn of their request in a step.",

@@ -37,7 +37,15 @@ from trouper.actors.messages.requests import (
     SequenceId,
 )
 from trouper.actors.messages.sinks import Promise
-from trouper.actors.messages.steps import DeviceLost, EntryFailure, PoolDone, StepDone, StepPlan
+from trouper.actors.messages.steps import (
+    DeviceLost,
+    EntryFailure,
+    PoolDone,
+    StepDone,
+    StepPlan,
+    TierAnswer,
+    TierOrder,
+)
 from trouper.actors.scheduling.culprit_search import FaultBisection, Quarantine
 from trouper.actors.scheduling.first_token import expect, predict_first_token
 from trouper.actors.scheduling.policy_base import PolicyBase
@@ -54,6 +62,7 @@ from trouper.actors.scheduling.state.step_builder import (
     StepBuilder,
     find_in_question,
 )
+from trouper.actors.scheduling.state.tier import MAX_SOUGHT, Tier
 from trouper.actors.scheduling.step_planner import StepPlanner
 from trouper.config.scheduler_config import SchedulerConfig
 from trouper.outputs import RequestError
@@ -83,18 +92,21 @@ class Policy(PolicyBase[InFlightStep, Request]):
         blocks: KVBlocks,
         shared: Shared | None = None,
         states: StateSnapshots | None = None,
+        tier: Tier | None = None,
     ) -> None:
         """Make the policy of one replica.
 
         Args:
             states: the rows of recurrent states on its device; None if the model keeps only keys and values.
+            tier: the blocks on the disk of its device; None without a tier.
         """
         super().__init__(config, InFlightSteps())
         self.blocks = blocks
+        self._tier = tier
         self.states = states
         if states is not None:
             blocks.on_forget = states.rows.drop
-        self.table = SequenceTable(config, blocks, shared, states)
+        self.table = SequenceTable(config, blocks, shared, states, tier)
         # Without turns, prompts are computed in the order of arrival, in steps up to the token budget.
         self.turns: PromptTurns | None = None
         if config.max_step_ms != 0:
@@ -125,7 +137,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
 
         Prefixes can be forgotten only while no sequence uses them.
         """
-        return self.blocks.num_free < self.blocks.num_usable
+        return len(self.table.running) > 0
 
     def state(self, id: SequenceId) -> State:
         """Return the state of a sequence; an unknown one has finished.
@@ -152,7 +164,8 @@ class Policy(PolicyBase[InFlightStep, Request]):
         return self.table.running.num_lost_tokens
 
     def _counts(self) -> dict[str, Any]:
-        return self.table.statistics() | self._planner.lookahead.statistics()
+        tier = {} if self._tier is None else self._tier.statistics()
+        return self.table.statistics() | self._planner.lookahead.statistics() | tier
 
     @property
     def is_searching(self) -> bool:
@@ -200,6 +213,8 @@ class Policy(PolicyBase[InFlightStep, Request]):
         if self.turns is not None:
             self.turns.budget.quiet_s = 0.0
         self.table.enter(request)
+        if self._tier is not None:
+            self._seek(request.sequences[0])
 
     def work(self) -> tuple[int, int]:
         """Count the known uncomputed tokens, and the unfinished sequences.
@@ -266,8 +281,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
         """
         assert isinstance(done, StepDone)
         step, table = self.in_flight.complete(done.step), self.table
-        if self.turns is not None:
-            self.turns.note_step(step, done.seconds)
+        self._note_speed(step, done.seconds)
         self._planner.token_budget.passed()
         if self._bisection.is_testing:
             self._bisection.passed()
@@ -295,6 +309,14 @@ class Policy(PolicyBase[InFlightStep, Request]):
                     sequence.num_computed_on_device += num_more
         self._planner.lookahead.note(done)
         _note_encoded(step, done)
+
+    def _note_speed(self, step: InFlightStep, seconds: float) -> None:
+        """Learn from the time of a step."""
+        if self.turns is not None:
+            self.turns.note_step(step, seconds)
+        if self._tier is not None:
+            num_tokens = sum([end - start for _, _, start, end, _ in step.entries])
+            self._tier.note_computed(num_tokens, seconds)
 
     def _land(self, sequence: Sequence, start: int, end: int) -> None:
         """Note that positions start … end - 1 are computed, moved on by drafts that were right since the plan was made."""
@@ -391,6 +413,13 @@ class Policy(PolicyBase[InFlightStep, Request]):
         self.table.fail_request(culprit, RequestError("poisoned_request", loss.message))
         return num_losses
 
+    def lose_device(self, loss: DeviceLost) -> int:
+        """Take the end of the device, with all plans in flight and all orders to the tier."""
+        if self._tier is not None:
+            self._tier.lose()
+            self._unpark()
+        return super().lose_device(loss)
+
     def _forget_memory(self) -> None:
         self._reset_cache()
 
@@ -416,10 +445,71 @@ class Policy(PolicyBase[InFlightStep, Request]):
         return self._reset_cache()
 
     def _reset_cache(self) -> bool:
+        if self._tier is not None and not self.table.running:
+            self._tier.cancel()
+            self._unpark()
         is_done = self.blocks.reset_cache()
         if is_done and self.states is not None:
             self.states.reset()
         return is_done
+
+    # The tier on disk
+
+    def _seek(self, sequence: Sequence) -> None:
+        """Park a queued sequence if the tier fetches some of its blocks."""
+        waiting = self.table.waiting
+        is_queued = sequence.id in waiting.fresh or sequence.id in waiting.returning
+        if is_queued and self.table.running.seek(sequence):
+            waiting.park(sequence)
+
+    def _unpark(self) -> None:
+        if self._tier is not None:
+            for sequence in self._tier.take_free():
+                self.table.waiting.unpark_one(sequence)
+
+    def note_tier(self, answer: TierAnswer) -> None:
+        """Take an answer of the tier.  When it has found its files, waiting sequences look for their blocks."""
+        if self._tier is None:
+            return
+        self._tier.note(answer)
+        self._unpark()
+        if answer.is_anew:
+            for sequence in self.table.waiting.best(MAX_SOUGHT):
+                self._seek(sequence)
+
+    def clear_tier(self) -> None:
+        """Remove the files of this model from the tier."""
+        if self._tier is not None:
+            self._tier.clear()
+            self._unpark()
+
+    def take_tier_orders(self, now: float) -> collections.abc.Sequence[TierOrder]:
+        """Return the orders to the tier, to send before the next plan."""
+        if self._tier is None or self.is_device_lost:
+            return ()
+        if self.pause is Pause.ALL:
+            return self._tier.take_cancel()
+        orders = self._tier.take_orders(now)
+        self._unpark()
+        return orders
+
+    def take_tier_cancel(self) -> collections.abc.Sequence[TierOrder]:
+        """Return the order to cancel earlier ones, which planning has made necessary."""
+        if self._tier is None:
+            return ()
+        self._unpark()
+        return self._tier.take_cancel()
+
+    @property
+    def tier_deadline_s(self) -> float | None:
+        """The time at which `expire_tier` must be called, or None."""
+        return None if self._tier is None else self._tier.deadline_s
+
+    def expire_tier(self, now: float) -> None:
+        """Let the sequences go whose fetch takes too long."""
+        if self._tier is not None:
+            self._tier.expire(now)
+            self._unpark()
 
     def next_grammar(self) -> PrepareGrammar | None:
         """Return a grammar that the device shall prepare; while a culprit is looked for, only one of the requests in question."""

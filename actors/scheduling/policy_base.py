@@ -17,7 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from trouper.actors.messages.controls import Pause
 from trouper.actors.messages.outputs import SchedulerStats
 from trouper.actors.messages.requests import Admit, AdmitPooling, RequestId, SequenceId
-from trouper.actors.messages.steps import DeviceLost
+from trouper.actors.messages.steps import DeviceLost, TierAnswer, TierOrder
 from trouper.actors.scheduling.scheduling_policy import PolicySnapshot
 from trouper.actors.scheduling.state.step_builder import InFlight, InFlightPlan
 from trouper.actors.scheduling.step_budget import StepBudget
@@ -206,6 +206,30 @@ class PolicyBase(ABC, Generic[PlanT, RequestT]):
         self.has_device_failed = True
         for id in tuple(self._requests_in_question):
             self._fail_request(id, RequestError("device_failed", message))
+
+    # The tier on disk, which a policy without prefixes has not
+
+    def note_tier(self, answer: TierAnswer) -> None:
+        """Take an answer of the tier."""
+
+    def clear_tier(self) -> None:
+        """Remove the files of this model from the tier."""
+
+    def take_tier_orders(self, now: float) -> Sequence[TierOrder]:
+        """Return the orders to the tier, to send before the next plan."""
+        return ()
+
+    def take_tier_cancel(self) -> Sequence[TierOrder]:
+        """Return the order to cancel earlier ones, which planning has made necessary."""
+        return ()
+
+    @property
+    def tier_deadline_s(self) -> float | None:
+        """The time at which `expire_tier` must be called, or None."""
+        return None
+
+    def expire_tier(self, now: float) -> None:
+        """Let the sequences go whose fetch takes too long."""
 
     # Planning
 

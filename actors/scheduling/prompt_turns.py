@@ -114,6 +114,9 @@ class PromptTurns:
         for sequence in arrivals:
             if sequence.state is State.FINISHED or sequence.id not in table.sequences:
                 continue
+            if table.waiting.is_parked(sequence):
+                # It arrives again when it is queued again.
+                continue
             if sequence.request_slot < 0 and not table.grammars.is_ready(sequence.request.admit):
                 table.waiting.park(sequence)
                 continue

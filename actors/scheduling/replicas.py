@@ -143,6 +143,11 @@ class Replicas(Generic[OutputsT, RequestT]):
             self.router.prefixes.forget(replica)
         return True
 
+    def clear_tier(self) -> None:
+        """Remove the files of this model from the tier on disk."""
+        for policy in self.policies:
+            policy.clear_tier()
+
     def take_outputs(self, answers: tuple[Promise[None], ...] = ()) -> OutputsT | None:
         """Take the outputs of all since the last call, with `answers`.
 

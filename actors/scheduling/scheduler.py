@@ -45,6 +45,7 @@ from trouper.actors.messages.steps import (
     ReplicaEvent,
     StepDone,
     StepFailed,
+    TierAnswer,
 )
 from trouper.actors.runtime.event_loop import Future, Reporter
 from trouper.actors.scheduling.first_token import FirstTokens
@@ -141,8 +142,13 @@ class Scheduler(Generic[OutputsT]):
             for end in (self._inbox, *self._executors, self._output, self._reporter):
                 ends.enter_context(end)
             task_status.started()
-            async for message in self._inbox:
-                self._handle(message)
+            while True:
+                try:
+                    message = await self._next_message()
+                except anyio.EndOfStream:
+                    break
+                if message is not None:
+                    self._handle(message)
                 try:
                     while True:  # everything already here is part of the same decision
                         self._handle(self._inbox.receive_nowait())
@@ -150,6 +156,7 @@ class Scheduler(Generic[OutputsT]):
                     pass
                 # Plan before handing over outputs, so that the device works while the other actors use them.
                 self._rebalance()
+                self._order_tiers()
                 self._plan()
                 while self._rebalance():  # a search for a culprit has ended in a plan
                     self._plan()
@@ -164,6 +171,27 @@ class Scheduler(Generic[OutputsT]):
                     except anyio.WouldBlock:
                         await self._output.send(outputs)
 
+    async def _next_message(self) -> SchedulerInbox | None:
+        """Wait for a message, or until a sequence has waited long enough for its blocks on disk."""
+        deadlines = [
+            deadline
+            for policy in self._policies
+            if (deadline := policy.tier_deadline_s) is not None
+        ]
+        if not deadlines:
+            return await self._inbox.receive()
+        with anyio.CancelScope(deadline=min(deadlines)):
+            return await self._inbox.receive()
+        return None
+
+    def _order_tiers(self) -> None:
+        """Send the orders to the tiers on disk: few at once, so the executors have room."""
+        for policy, executor in zip(self._policies, self._executors, strict=True):
+            if policy.tier_deadline_s is not None:
+                policy.expire_tier(anyio.current_time())
+            for order in policy.take_tier_orders(anyio.current_time()):
+                executor.send_nowait(order)
+
     def _handle(self, message: SchedulerInbox) -> None:  # noqa: C901  # a table, one line a message
         policy = self.policy
         match message:
@@ -172,6 +200,7 @@ class Scheduler(Generic[OutputsT]):
                 | PoolDone()
                 | StepFailed()
                 | GrammarReady()
+                | TierAnswer()
                 | DeviceLost()
                 | DeviceBack()
             ):  # of the one replica
@@ -195,7 +224,9 @@ class Scheduler(Generic[OutputsT]):
                     answer.set(None)
                 else:
                     self._pauses.append(message)
-            case ResetPrefixCache(preempt, answer):
+            case ResetPrefixCache(preempt, answer, clears_tier):
+                if clears_tier:
+                    policy.clear_tier()
                 if preempt == "recompute":
                     policy.preempt_all()
                 answer.set(policy.reset_prefix_cache(reset_running=preempt == "resample"))
@@ -214,6 +245,7 @@ class Scheduler(Generic[OutputsT]):
         | PoolDone
         | StepFailed
         | GrammarReady
+        | TierAnswer
         | DeviceLost
         | DeviceBack
         | DeviceFailed,
@@ -234,6 +266,8 @@ class Scheduler(Generic[OutputsT]):
                 policy.fail_step(step, error, is_out_of_memory=is_out_of_memory)
             case GrammarReady():
                 policy.note_grammar(event)
+            case TierAnswer():
+                policy.note_tier(event)
             case DeviceLost():
                 self._note_loss(replica, event)
             case DeviceBack():
@@ -295,6 +329,8 @@ class Scheduler(Generic[OutputsT]):
                     has_planned = True
                     if policy.num_steps_in_flight == 1:
                         self._eldest_s[replica] = anyio.current_time()
+                    for order in policy.take_tier_cancel():
+                        executor.send_nowait(order)
                     executor.send_nowait(plan)
             if not has_planned:
                 break

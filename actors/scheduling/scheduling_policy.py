@@ -3,6 +3,7 @@
 The interface between the scheduler actor and what it schedules: generation or pooling.
 """
 
+from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -18,7 +19,15 @@ from trouper.actors.messages.requests import (
     SequenceId,
 )
 from trouper.actors.messages.sinks import Promise
-from trouper.actors.messages.steps import DeviceLost, PoolDone, PoolPlan, StepDone, StepPlan
+from trouper.actors.messages.steps import (
+    DeviceLost,
+    PoolDone,
+    PoolPlan,
+    StepDone,
+    StepPlan,
+    TierAnswer,
+    TierOrder,
+)
 from trouper.actors.scheduling.routing import Demand
 
 
@@ -213,6 +222,44 @@ class SchedulingPolicy(Protocol[OutputsT]):
         """Take the device's answer to `next_grammar`.
 
         Requests with this grammar can now start, or fail with its error.
+        """
+
+    def note_tier(self, answer: TierAnswer) -> None:
+        """Take an answer of the tier on disk.
+
+        Sequences that waited for its blocks may start.
+        """
+
+    def clear_tier(self) -> None:
+        """Remove the files of this model from the tier on disk.
+
+        Only the orders are made here; the device removes the files.
+        """
+
+    def take_tier_orders(self, now: float) -> Sequence[TierOrder]:
+        """Return the orders to the tier on disk, to send before the next plan.
+
+        Args:
+            now: the time of the event loop's clock, from which sequences wait.
+        """
+        ...
+
+    def take_tier_cancel(self) -> Sequence[TierOrder]:
+        """Return the order to cancel earlier ones that planning has made necessary.
+
+        It must reach the device before the plan.
+        """
+        ...
+
+    @property
+    def tier_deadline_s(self) -> float | None:
+        """The time at which `expire_tier` must be called, or None."""
+        ...
+
+    def expire_tier(self, now: float) -> None:
+        """Let the sequences start whose fetch takes too long.
+
+        They compute what they waited for.
         """
 
     def take_outputs(self, answers: tuple[Promise[None], ...] = ()) -> OutputsT | None:

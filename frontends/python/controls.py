@@ -94,9 +94,12 @@ class AsyncControls:
 
         Args:
             reset_running_requests: preempt running requests first; they are computed again from their tokens.
+            reset_connector: remove the files of this model from the tier on disk, too.
         """
         preempt = "resample" if reset_running_requests else "no"
-        return await self.engine.controls.reset_prefix_cache(preempt=preempt)
+        return await self.engine.controls.reset_prefix_cache(
+            preempt=preempt, clears_tier=reset_connector
+        )
 
     async def reset_mm_cache(self) -> None:
         """Forget all processed images, and the rows that the vision tower computed of them.  Open requests keep theirs."""

@@ -34,6 +34,7 @@ from trouper.actors.messages.steps import (
     StepDone,
     StepFailed,
     StepPlan,
+    TierOrder,
     TokenLogprobs,
 )
 
@@ -132,6 +133,9 @@ class SimulatedSteps(ABC, Generic[Plan]):
             raise RuntimeError(f"{len(self._queue)} steps are in flight already")
         self._queue.append((cast("Plan", plan), anyio.current_time()))
         self._submitted.set()
+
+    def order_tier(self, order: TierOrder) -> None:
+        raise NotImplementedError("there is no tier on disk")
 
     def prepare(self, order: PrepareGrammar) -> None:
         if self._prepared:

@@ -103,6 +103,11 @@ class EngineArgs:
     block_size: int | None = None
     enable_prefix_caching: bool | None = None
     prefix_caching_hash_algo: str = "sha256"
+    kv_tier_dir: str | None = None
+    kv_tier_size: int | str | None = None
+    kv_tier_min_free: float | None = None
+    kv_tier_write_rate: int | str | None = None
+    kv_transfer_config: dict[str, Any] | None = None
     gpu_memory_utilization: float = 0.92
     kv_cache_memory_bytes: int | str | None = None
     num_gpu_blocks_override: int | None = None
@@ -216,7 +221,7 @@ _ACCEPTED_AT: tuple[tuple[Any, str], ...] = (
         aux_output_config reasoning_parser_plugin spec_method spec_model spec_tokens
         watermark_config diffusion_config show_hidden_metrics_for_version collect_detailed_traces
         scheduler_cls attention_config engram_config mamba_config kernel_config
-        enable_flashinfer_autotune logging_config log_level log_config_file kv_transfer_config
+        enable_flashinfer_autotune logging_config log_level log_config_file
         ec_transfer_config ec_manager_config kv_cache_dtype_skip_layers
         mamba_block_size prefix_match_unit mamba_ssu_algorithm additional_config
         fault_tolerance_config kv_offloading_size weight_transfer_config gdn_prefill_backend

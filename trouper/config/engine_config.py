@@ -14,6 +14,7 @@ from trouper.config.model import ModelConfig
 from trouper.config.parallel import CpuBind, NodesConfig
 from trouper.config.scheduler_config import SchedulerConfig
 from trouper.config.speculation import SpeculativeConfig
+from trouper.config.tier import TierConfig
 from trouper.errors import invalid
 
 Quantization = Literal["int8", "int4"] | None
@@ -95,6 +96,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     lora: LoRAConfig | None = None  # None refuses adapters
     speculation: SpeculativeConfig | None = None
     draft_model: ModelConfig | None = None  # for drafts
+    tier: TierConfig | None = None  # of KV blocks on disk
     scheduler: SchedulerConfig
 
     @property

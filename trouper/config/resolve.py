@@ -51,6 +51,7 @@ from trouper.config.parallel import (
 )
 from trouper.config.scheduler_config import scheduler_config, with_drafts
 from trouper.config.speculation import draft_model, speculative_config
+from trouper.config.tier import tier_config
 from trouper.errors import UnsupportedFeatureError, invalid
 
 # At a block size of 128 a decode kernel of the CPU reads at twice the bandwidth of 16.
@@ -168,6 +169,9 @@ def resolve(
         draft_model=draft,
         structured_outputs=structured_outputs_config(args.structured_outputs_config),
         reasoning=reasoning_marks(args.reasoning_config),
+        tier=tier_config(
+            args, device, generates=pooler is None, keeps_state=keeps_state(model.hf_config)
+        ),
         scheduler=scheduler,
         **{name: getattr(args, name) for name in UNCHANGED},
     )

@@ -70,6 +70,8 @@ from trouper.actors.messages.steps import (
     StepDone,
     StepFailed,
     StepPlan,
+    TierAnswer,
+    TierOrder,
 )
 from trouper.config.engine_config import EngineConfig
 from trouper.errors import DeviceStartError, RetryableRequestError
@@ -125,6 +127,8 @@ class ProcessDevice:
         self._kept = KeptFiles(config)
         # Set once the workers have the vocabulary; restarted workers receive it as well.
         self._vocabulary: Vocabulary | None = None
+        # What a worker has found in the tier on disk before it was loaded: one answer.
+        self._early: deque[TierAnswer] = deque()
         # Answers to the open grammar order, one for each worker.
         self._ready: list[GrammarReady] = []
         self._budget = RestartBudget(config.max_worker_restarts, config.worker_restart_window_s)
@@ -189,6 +193,11 @@ class ProcessDevice:
             self._send_vocabulary(order.grammar)
             send_to_all(self._workers, order)
 
+    def order_tier(self, order: TierOrder) -> None:
+        """Send an order to the tier. It is dropped if the worker was lost: the scheduler has forgotten it."""
+        if self._state is WorkerState.UP:
+            send_to_all(self._workers, order)
+
     def _send_vocabulary(self, grammar: Grammar | None) -> None:
         """Send the vocabulary before the first grammar."""
         if grammar is not None and self._vocabulary is None:
@@ -198,6 +207,8 @@ class ProcessDevice:
 
     async def receive(self) -> DeviceEvent:
         while True:
+            if self._early and self._state is WorkerState.UP:
+                return self._early.popleft()
             if self._state is WorkerState.FAILED:
                 await self._launch_workers.release()
                 raise DeviceStartError(self._failure)
@@ -216,6 +227,8 @@ class ProcessDevice:
         """Interpret a worker's frame. Returns None if the scheduler need not know of it."""
         if isinstance(frame, GrammarReady):
             return self._note_ready(frame)
+        if isinstance(frame, TierAnswer):
+            return frame
         if not isinstance(frame, StepDone | PoolDone | StepFailed):
             self._note(rank, frame)
             if (differ := self._calls.differ) is not None:
@@ -281,6 +294,7 @@ class ProcessDevice:
         began_s = anyio.current_time()
         self._workers = [WorkerLink(rank, peer) for rank, peer in enumerate(peers)]
         self._ready.clear()
+        self._early.clear()
         self._kept.send(self._workers)
         for worker in self._workers:
             send_to_all([worker], self._restored.load(config, worker.rank))
@@ -462,6 +476,8 @@ class ProcessDevice:
                     self._restored.follow(call)
             case LogRecord(name, level, message):
                 logging.getLogger(f"trouper.worker.{number}.{name}").log(level, "%s", message)
+            case TierAnswer():
+                self._early.append(frame)
             case Progress(phase):
                 log_phase(phase, where=f"worker {number}: ")
             case _:

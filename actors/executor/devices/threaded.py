@@ -30,7 +30,7 @@ from trouper.actors.executor.workers.model_host import (
 )
 from trouper.actors.messages.controls import DeviceAction
 from trouper.actors.messages.requests import Grammar, GrammarReady, PrepareGrammar
-from trouper.actors.messages.steps import PoolPlan, StepPlan
+from trouper.actors.messages.steps import PoolPlan, StepPlan, TierAnswer, TierOrder
 from trouper.actors.runtime.event_loop import EventLoop
 from trouper.config.engine_config import EngineConfig
 
@@ -155,8 +155,8 @@ class ThreadedDevice:
         self._tasks: queue.SimpleQueue[DeviceTask[Any] | str | None] = queue.SimpleQueue()
         # Submitted plans without a received result.
         self._steps: deque[DeviceTask[StepResult]] = deque()
-        # At most one entry, since one grammar is prepared at a time.
-        self._ready: deque[GrammarReady] = deque()
+        # At most one grammar, since one is prepared at a time, and the answers to the orders in flight to the tier.
+        self._ready: deque[GrammarReady | TierAnswer] = deque()
         self._grammars = GrammarThread(self._note_ready)
         self._held: dict[bytes, Grammar] = {}  # by key
         self._news = anyio.Event()
@@ -188,7 +188,7 @@ class ThreadedDevice:
         self._loop = EventLoop()
         self._thread = threading.Thread(target=self._serve, name=DEVICE_THREAD, daemon=True)
         self._thread.start()
-        return await self._post(lambda: self._host.load(log_phase)).wait()
+        return await self._post(self._load).wait()
 
     def submit(self, plan: StepPlan | PoolPlan) -> None:
         task = self._post(lambda: self._execute(plan), self._note_news)
@@ -202,8 +202,11 @@ class ThreadedDevice:
         self._held[order.grammar.key] = order.grammar
         self._grammars.do(order.grammar.prepare, order.grammar.key)
 
-    def _note_ready(self, ready: GrammarReady) -> None:
-        """Forward an answer of the grammar thread to the event loop."""
+    def order_tier(self, order: TierOrder) -> None:
+        self._post(lambda: self._order_tier(order))
+
+    def _note_ready(self, ready: GrammarReady | TierAnswer) -> None:
+        """Forward an answer of another thread to the event loop."""
 
         def note() -> None:
             self._ready.append(ready)
@@ -289,6 +292,15 @@ class ThreadedDevice:
     def _finish_launched(self) -> None:
         while self._launched:
             self._launched.popleft().finish()
+
+    def _load(self) -> DeviceInfo:
+        info = self._host.load(log_phase)
+        self._host.open_tier(self._note_ready)
+        return info
+
+    def _order_tier(self, order: TierOrder) -> None:
+        self._finish_launched()
+        self._host.order_tier(order)
 
     def _call(self, action: DeviceAction) -> None:
         self._finish_launched()

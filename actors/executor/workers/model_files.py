@@ -146,15 +146,30 @@ def sample_model(config: EngineConfig) -> tuple[FileSample, ...]:
     if config.load_format == "dummy":
         return ()
     try:
-        files = _weights(Path(config.model.path))
-        for dense in () if config.pooler is None else config.pooler.dense:
-            files += _weights(Path(dense.folder))
-        if config.code_path is not None:
-            files += sorted(Path(config.code_path).glob("*.py"))
+        files = weight_files(config)
         num_windows = max(NUM_WINDOWS // len(files), LEAST_WINDOWS)
         return tuple(_sample(file, num_windows) for file in files)
     except (OSError, TrouperValidationError):
         return ()
+
+
+def weight_files(config: EngineConfig) -> list[Path]:
+    """List the files of the weights, and of any code that may be run.  Dummy weights have none.
+
+    Raises:
+        OSError: a folder cannot be read.
+        TrouperValidationError: the index of the files is damaged.
+    """
+    if config.load_format == "dummy":
+        return []
+    files = _weights(Path(config.model.path))
+    if config.draft_model is not None:
+        files += _weights(Path(config.draft_model.path))
+    for dense in () if config.pooler is None else config.pooler.dense:
+        files += _weights(Path(dense.folder))
+    if config.code_path is not None:
+        files += sorted(Path(config.code_path).glob("*.py"))
+    return files
 
 
 def check_model(config: EngineConfig, wanted: Sequence[FileSample]) -> None:

@@ -34,7 +34,13 @@ from trouper.actors.messages.controls import (
     Wake,
 )
 from trouper.actors.messages.requests import GrammarReady
-from trouper.actors.messages.steps import PoolPlan, StepFailed, StepPlan
+from trouper.actors.messages.steps import (
+    PoolPlan,
+    StepFailed,
+    StepPlan,
+    TierAnswer,
+    TierOrder,
+)
 from trouper.actors.runtime.startup import (
     collections_paused,
     num_physical_cores,
@@ -47,6 +53,7 @@ from trouper.errors import UnsupportedFeatureError, invalid
 if TYPE_CHECKING:
     from trouper.actors.executor.runners.model_runner import ModelRunner
     from trouper.actors.executor.steps.kept_memory import KeptMemory
+    from trouper.actors.executor.steps.tier_thread import TierThread
 
 
 class StepTimer:
@@ -104,6 +111,8 @@ class ModelHost:
         self._runner: ModelRunner | None = None
         self._refused_epoch = -1
         self._timer = StepTimer()
+        # None without a tier on disk.
+        self._tier: TierThread | None = None
 
     def __repr__(self) -> str:
         return (
@@ -136,6 +145,8 @@ class ModelHost:
         if self._config.device == "cpu":
             # Start torch's helper threads with a lower priority.
             start_nice(lambda: torch.zeros(WIDE).neg_())
+        if self._config.tier is not None:
+            self._start_tier(num_threads)
         with collections_paused():
             self._runner = runner = self._make_runner()
         tell("weights")
@@ -147,7 +158,42 @@ class ModelHost:
         compute_with(num_threads, num_elsewhere)
         if self._config.device == "cpu" and self._config.pooler is None and num_threads > 1:
             be_nice()
+        self._attach_tier()
         return info
+
+    def _start_tier(self, num_threads: int) -> None:
+        """Start the thread of the tier on disk, which finds its files while the model is loaded."""
+        from trouper.actors.executor.steps.tier_thread import TierThread
+        from trouper.actors.executor.workers.tier_space import find_space
+
+        assert self._config.tier is not None
+        space = partial(find_space, self._config, num_threads)
+        self._tier = TierThread(self._config.tier, space)
+
+    def open_tier(self, answer: Callable[[TierAnswer], None]) -> None:
+        """Let the tier on disk answer, if the config has one. Call it after `load`.
+
+        Args:
+            answer: called in the tier's thread, or in the thread that runs plans, with each answer.
+        """
+        if self._tier is not None:
+            self._tier.begin(answer)
+
+    def _attach_tier(self) -> None:
+        """Give the KV cache to the tier, if it is in memory."""
+        if self._tier is None:
+            return
+        from trouper.actors.executor.runners.cpu.runner import CpuRunner
+
+        runner = self._runner
+        assert isinstance(runner, CpuRunner), "the options of a tier are checked before"
+        if (kv := runner.kv_cache) is not None:
+            self._tier.attach(kv, self._config.block_size)
+
+    def order_tier(self, order: TierOrder) -> None:
+        """Queue an order for the tier, behind the plans that have run."""
+        if self._tier is not None:
+            self._tier.order(order)
 
     @property
     def layout(self) -> str:
@@ -242,9 +288,12 @@ class ModelHost:
         runner = self._loaded_runner
         match action:
             case Sleep(level):
+                if self._tier is not None and level >= 1:
+                    self._tier.detach()
                 runner.sleep(level)
             case Wake(tags):
                 runner.wake(tags)
+                self._attach_tier()
             case LoadAdapter(slot, files):
                 runner.load_adapter(slot, files)
             case StartProfile(folder, prefix):
@@ -265,6 +314,8 @@ class ModelHost:
 
     def close(self) -> None:
         """Release memory and threads. Idempotent."""
+        if self._tier is not None:
+            self._tier.close()
         if self._runner is not None:
             self._runner.close()
 

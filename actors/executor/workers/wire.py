@@ -34,7 +34,15 @@ from trouper.actors.messages.requests import (
     PrepareGrammar,
     Vocabulary,
 )
-from trouper.actors.messages.steps import PoolDone, PoolPlan, StepDone, StepFailed, StepPlan
+from trouper.actors.messages.steps import (
+    PoolDone,
+    PoolPlan,
+    StepDone,
+    StepFailed,
+    StepPlan,
+    TierAnswer,
+    TierOrder,
+)
 from trouper.config.engine_config import EngineConfig
 from trouper.errors import TrouperError, TrouperValidationError, UnsupportedFeatureError
 
@@ -156,7 +164,16 @@ class Broken(msgspec.Struct, frozen=True):
 
 
 ToWorker = (
-    KeepMemory | Prepare | Load | StepPlan | PoolPlan | PrepareGrammar | Call | Close | Vocabulary
+    KeepMemory
+    | Prepare
+    | Load
+    | StepPlan
+    | PoolPlan
+    | PrepareGrammar
+    | Call
+    | Close
+    | Vocabulary
+    | TierOrder
 )
 FromWorker = (
     Loaded
@@ -168,6 +185,7 @@ FromWorker = (
     | GrammarReady
     | Returned
     | Broken
+    | TierAnswer
 )
 Frame = ToWorker | FromWorker
 
@@ -175,7 +193,7 @@ Frame = ToWorker | FromWorker
 TYPES: tuple[type[Any], ...] = (
     Load, StepPlan, PoolPlan, Call, Close,
     Loaded, Progress, LogRecord, StepDone, PoolDone, StepFailed, Returned, Broken, Vocabulary, Prepare,
-    PrepareGrammar, GrammarReady, KeepMemory,
+    PrepareGrammar, GrammarReady, KeepMemory, TierOrder, TierAnswer,
 )  # fmt: skip
 _KINDS = {kind: number for number, kind in enumerate(TYPES)}
 

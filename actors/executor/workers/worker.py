@@ -45,6 +45,7 @@ from trouper.actors.executor.workers.wire import (
 )
 from trouper.actors.messages.controls import Sleep, StartProfile, Wake
 from trouper.actors.messages.requests import PrepareGrammar, Vocabulary
+from trouper.actors.messages.steps import TierOrder
 from trouper.actors.rendering.grammar.matchers import ReceivedGrammars
 from trouper.actors.runtime.startup import collections_paused, set_torch_environment
 
@@ -187,6 +188,9 @@ class Worker:
                 self._preparing.do(self._grammars.read_vocabulary)
             case PrepareGrammar():
                 self._prepare(frame)
+            case TierOrder():
+                self._finish_all()
+                self._loaded.order_tier(frame)
             case Close():
                 self._finish_all()
                 if self._host is not None:
@@ -208,6 +212,7 @@ class Worker:
                 self._host.call(Wake(frozenset(load.woken)))
         if load.profile is not None:
             self._host.call(StartProfile(*load.profile))
+        self._host.open_tier(self._write)
         self._write(Loaded(info, layout))
 
     def _call(self, call: Call) -> None:

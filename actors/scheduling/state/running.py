@@ -14,10 +14,11 @@ Laws:
 from typing import NamedTuple
 
 from trouper.actors.messages.requests import SequenceId
-from trouper.actors.scheduling.state.kv_blocks import KVBlocks
+from trouper.actors.scheduling.state.kv_blocks import FIRST_PARENT, KVBlocks
 from trouper.actors.scheduling.state.sequence import Sequence, State
 from trouper.actors.scheduling.state.state_snapshots import NO_ROW, StateSnapshots
 from trouper.actors.scheduling.state.step_builder import StepBuilder
+from trouper.actors.scheduling.state.tier import Tier
 from trouper.actors.scheduling.state.waiting import Queue
 from trouper.config.scheduler_config import SchedulerConfig
 
@@ -36,9 +37,12 @@ class Running:
         blocks: KVBlocks,
         returning: Queue,
         states: StateSnapshots | None = None,
+        tier: Tier | None = None,
     ) -> None:
         self._config = config
         self._blocks = blocks
+        # None without a tier on disk.
+        self._tier = tier
         # None if the model keeps only keys and values.
         self.states = states
         # The queue of preempted sequences.
@@ -114,6 +118,9 @@ class Running:
         wanted = sequence.num_tokens if config.reserve_full_isl else start + count
         needed = blocks.num_for(wanted) - len(shared) + blocks.num_idle(shared)
         if needed + (self._spare(sequence) if self._sequences else 0) > blocks.num_free:
+            if not self._sequences and self._tier is not None and self._tier.cancel():
+                # Only the tier holds blocks.  Without them the sequence fits.
+                return self.start(sequence, builder)
             return False
         blocks.share(shared)
         fresh = blocks.allocate(blocks.num_for(start + count) - len(shared))
@@ -180,6 +187,8 @@ class Running:
         """
         missing = self._blocks.num_for(num_tokens) - len(sequence.blocks)
         while (blocks := self._blocks.allocate(missing)) is None:
+            if self._tier is not None and self._tier.cancel():
+                continue
             victim = self._victim()
             builder.drop(victim)
             victim.num_evictions += 1
@@ -280,7 +289,18 @@ class Running:
         hashes = sequence.hash_blocks(count, blocks.block_size)
         for i in range(sequence.num_registered, count):
             blocks.register(sequence.blocks[i], hashes[i])
+            # A client's name of an image is no digest of it, so prompts with images stay in memory.
+            if self._tier is not None and not sequence.request.admit.media:
+                self._tier.offer(hashes[i], hashes[i - 1] if i else FIRST_PARENT)
         sequence.num_registered = count
+
+    def seek(self, sequence: Sequence) -> bool:
+        """Whether blocks of a queued sequence are fetched from the tier, so that it should wait for them."""
+        if self._tier is None or not self._tier.is_open or sequence.index:
+            return False
+        if _skips_cache(sequence) or sequence.request.admit.media:
+            return False
+        return self._tier.seek(sequence)
 
     def expected_start(self, sequence: Sequence) -> int:
         """Return the first position that a queued sequence would compute if it started now.

@@ -23,6 +23,7 @@ from trouper.actors.scheduling.state.running import Running
 from trouper.actors.scheduling.state.sequence import Request, Sequence, State, open_request
 from trouper.actors.scheduling.state.state_snapshots import StateSnapshots
 from trouper.actors.scheduling.state.step_builder import StepBuilder
+from trouper.actors.scheduling.state.tier import Tier
 from trouper.actors.scheduling.state.waiting import Queue, Waiting
 from trouper.config.scheduler_config import SchedulerConfig
 from trouper.outputs import FinishReason, RequestError
@@ -51,9 +52,10 @@ class SequenceTable:
         blocks: KVBlocks,
         shared: Shared | None = None,
         states: StateSnapshots | None = None,
+        tier: Tier | None = None,
     ) -> None:
         self.waiting = Waiting(is_fcfs=config.policy == "fcfs")
-        self.running = Running(config, blocks, self.waiting.returning, states)
+        self.running = Running(config, blocks, self.waiting.returning, states, tier)
         self.grammars = GrammarLedger()
         self._shared = shared or Shared()
         self.outputs = self._shared.outputs

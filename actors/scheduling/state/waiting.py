@@ -87,6 +87,7 @@ class Waiting:
     """The queued sequences: `fresh` ones have never run; `returning` ones, or a sibling, have.
 
     A sequence without a ready grammar is parked when its turn comes.  It goes back to its queue when the grammar is ready.
+    A sequence whose blocks are fetched from the tier is parked, too.
     """
 
     def __init__(self, *, is_fcfs: bool) -> None:
@@ -124,6 +125,15 @@ class Waiting:
             if grammar is not None and grammar.key == key:
                 del self._parked[sequence.id]
                 queue.push(sequence)
+
+    def is_parked(self, sequence: Sequence) -> bool:
+        """Whether a sequence has been taken out of its queue for a while."""
+        return sequence.id in self._parked
+
+    def unpark_one(self, sequence: Sequence) -> None:
+        """Queue a sequence again that waited for blocks of the tier.  Nothing happens if it has left."""
+        if (parked := self._parked.pop(sequence.id, None)) is not None:
+            parked[0].push(sequence)
 
     @property
     def ids(self) -> tuple[SequenceId, ...]:

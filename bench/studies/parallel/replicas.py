@@ -24,7 +24,7 @@ from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.messages.controls import DeviceAction
 from trouper.actors.messages.outputs import SchedulerStats
 from trouper.actors.messages.requests import PrepareGrammar
-from trouper.actors.messages.steps import PoolPlan, StepDone, StepPlan
+from trouper.actors.messages.steps import PoolPlan, StepDone, StepPlan, TierOrder
 from trouper.bench.cli.options import ReportOptions, note
 from trouper.bench.studies.command import run_study
 from trouper.config.args import EngineArgs
@@ -59,6 +59,9 @@ class InstantDevice:
     def submit(self, plan: StepPlan | PoolPlan) -> None:
         self._plans.append(cast("StepPlan", plan))
         self._has_plan.set()
+
+    def order_tier(self, order: TierOrder) -> None:
+        raise NotImplementedError("there is no tier on disk")
 
     def prepare(self, order: PrepareGrammar) -> None:
         raise AssertionError("no request of this bench has a grammar")

@@ -107,6 +107,11 @@ ENGINE_HELP: dict[str, dict[str, str]] = {
         "gpu_memory_utilization": "Share of the device's memory to use.",
         "enable_prefix_caching": "Reuse the blocks of equal prefixes; on by default.",
         "prefix_caching_hash_algo": "Hash of prefixes: only sha256 is supported.",
+        "kv_tier_dir": "Folder in which KV blocks are kept on disk, for later runs; by default none.",
+        "kv_tier_size": "Maximum bytes of the files in that folder, e.g. 20GiB; by default 20 GiB, or a quarter of the free space if that is less.",
+        "kv_tier_min_free": "Share of the file system that the tier leaves free; by default 0.05.",
+        "kv_tier_write_rate": "Bytes written to the folder in a second, e.g. 64M (the default).",
+        "kv_transfer_config": "vLLM's connector to such a folder as JSON; --kv-tier-dir is shorter.",
     },
     "Scheduler": {
         "max_num_seqs": "Maximum number of running sequences.",

@@ -265,7 +265,8 @@ _LLAMA: tuple[tuple[str, str], ...] = (
      "clients run the tools that a model calls"),
     ("--ui --webui --no-ui --no-webui --ui-config --webui-config --ui-config-file --webui-config-file --path", "there is no web page but the one at /"),
     ("--models-dir --models-preset --models-max --models-autoload --no-models-autoload --tags", "a server has one model; start one for each"),
-    ("--slot-save-path -lcs --lookup-cache-static -lcd --lookup-cache-dynamic", "caches live in memory only"),
+    ("--slot-save-path", "use --kv-tier-dir, which keeps prefixes on disk without a request"),
+    ("-lcs --lookup-cache-static -lcd --lookup-cache-dynamic", "caches live in memory only"),
     ("--log-disable --log-file --log-jsonl --no-log-jsonl --log-colors --log-prefix --no-log-prefix --log-timestamps --no-log-timestamps "
      "--log-verbose -lv --verbosity --log-verbosity", "use --log-level; lines go to stderr"),
     ("--temp", "use --temperature"),

@@ -261,7 +261,7 @@ ROUTES = (
     Route("POST", "/abort_requests", "admin", control.abort_requests, AbortRequest),
     Route(
         "POST", "/reset_prefix_cache", "admin", control.reset_prefix_cache,
-        query={"reset_running_requests": BOOL},
+        query={"reset_running_requests": BOOL, "reset_external": BOOL},
     ),
     *(
         Route(

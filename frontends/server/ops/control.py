@@ -101,9 +101,12 @@ async def abort_requests(service: Service, context: RequestContext, request: Abo
 
 async def reset_prefix_cache(service: Service, context: RequestContext, _: None) -> None:
     resets_running = _flag(context.query(), "reset_running_requests", "false")
+    clears_tier = _flag(context.query(), "reset_external", "false")
     with _transition():
         preempt = "resample" if resets_running else "no"
-        is_done = await service.engine.controls.reset_prefix_cache(preempt=preempt)
+        is_done = await service.engine.controls.reset_prefix_cache(
+            preempt=preempt, clears_tier=clears_tier
+        )
     await context.send_json({"success": is_done})
 
 

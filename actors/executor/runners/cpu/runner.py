@@ -228,6 +228,11 @@ class CpuRunner:
         self.model.load_adapter(slot, files)
 
     @property
+    def kv_cache(self) -> KVCache | None:
+        """The KV cache, for the tier on disk. Returns None while it is not in memory."""
+        return self.model.resident()[1] if self.model.is_resident else None
+
+    @property
     def is_tiny(self) -> bool:
         """Whether one thread computes the model sooner than several.
 

@@ -1,0 +1,361 @@
+"""The thread of a device that moves KV blocks between its memory and the tier on disk.
+
+The disk may be slow or hang, so nothing ever waits for this thread.  It copies a block into or out of the device's memory under a lock,
+which takes a millisecond, and it waits for the disk without the lock.
+
+Laws:
+1. Orders come from the thread that runs the plans, between two plans.  So a page that a fetch overwrites is written by no earlier plan.
+2. After `detach`, and after an order to cancel, no earlier order touches the device's memory.
+3. A block is checked before a page is written.  A page is written whole, or the order is cancelled.
+4. Every order is answered, whatever happens.
+"""
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from trouper.actors.executor.steps.kv_memory import KVCache
+from trouper.actors.executor.steps.tier_files import (
+    HEAD_BYTES,
+    RAW,
+    Bytes,
+    Checksum,
+    PackedBlock,
+    RefusedError,
+    TierDisk,
+    TierFolder,
+)
+from trouper.actors.messages.steps import TierAnswer, TierOrder
+from trouper.config.tier import TierConfig
+from trouper.errors import invalid
+
+logger = logging.getLogger(__name__)
+# Seconds of writing at the full rate that may be written at once after a pause.
+BURST_S = 4.0
+# Seconds between two looks for files of other processes, and after an error of the disk.
+LOOK_S = 5.0
+RETRY_S = 10.0
+# Seconds between two lines of the log for one reason.
+LOG_S = 60.0
+# Seconds that a start waits for the names on the disk, so that the first request finds its blocks.
+OPEN_S = 1.0
+# Seconds that `close` waits for the file in progress.
+CLOSE_S = 2.0
+Answer = Callable[[TierAnswer], None]
+# The thread gives itself two orders: open the folder, and look for files of other processes.
+OPEN, LOOK = TierOrder(0, "clear"), TierOrder(0, "touch")
+
+
+class Pages:
+    """The blocks of a KV cache as bytes: of each group, layer, keys or values, and head, the values of all tokens."""
+
+    def __init__(self, kv: KVCache, block_size: int) -> None:
+        self._size = block_size
+        kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+        self._groups = [group.view(kinds[group.itemsize]).numpy() for group in kv.groups]
+        self._shapes = [(*g.shape[:3], block_size, g.shape[4]) for g in self._groups]
+        self.num_bytes = sum(
+            int(np.prod(shape)) * group.itemsize
+            for shape, group in zip(self._shapes, self._groups, strict=True)
+        )
+
+    def copy_out(self, block: int, raw: Bytes) -> None:
+        """Copy a block to `raw`."""
+        for part, view in self._parts(block, raw):
+            np.copyto(part, view)
+
+    def copy_in(self, block: int, raw: Bytes) -> None:
+        """Overwrite a block with `raw`."""
+        for part, view in self._parts(block, raw):
+            np.copyto(view, part)
+
+    def _parts(self, block: int, raw: Bytes) -> Any:
+        start = 0
+        for group, shape in zip(self._groups, self._shapes, strict=True):
+            end = start + int(np.prod(shape)) * group.itemsize
+            part = raw[start:end].view(group.dtype).reshape(shape)
+            yield part, group[:, :, :, block * self._size : (block + 1) * self._size]
+            start = end
+
+
+class TierThread:
+    """Performs orders one after another, fetches before stores.  It opens the folder while the model is loaded.
+
+    Args:
+        find_space: names the space of the model.  It may read all weights, so the thread calls it.
+    """
+
+    def __init__(
+        self, config: TierConfig, find_space: Callable[[], bytes], disk: TierDisk | None = None
+    ) -> None:
+        self._config, self._find_space = config, find_space
+        self._disk = disk or TierDisk()
+        self._checksum = Checksum()
+        self._changed = threading.Condition()
+        # Under the lock.  At most the orders in flight: see `scheduling/state/tier.py`.
+        self._fetches: deque[TierOrder] = deque()
+        self._others: deque[TierOrder] = deque()
+        self._pages: Pages | None = None
+        self._generation = 0
+        self._is_closing = False
+        # Whether the folder must be opened, again after a change of the weights.
+        self._is_stale = True
+        # Called in either thread with each answer.  None until the engine expects them.
+        self._answer: Answer | None = None
+        self._is_known = threading.Event()
+        # Of the thread:
+        self._folder: TierFolder | None = None
+        self._is_anew = True
+        self._raw: Bytes = np.empty(0, np.uint8)
+        self._refused: Counter[str] = Counter()
+        self._logged_s: dict[str, float] = {}
+        self._allowance = BURST_S * config.write_rate
+        self._filled_s = time.monotonic()
+        self._thread = threading.Thread(target=self._serve, name="trouper-tier", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"<TierThread {self._folder!r}, {len(self._fetches)}, {len(self._others)} orders>"
+
+    # From the thread that runs the plans
+
+    def begin(self, answer: Answer) -> None:
+        """Answer from now on: first with the names on the disk, for which this waits a second at most.
+
+        Args:
+            answer: called in this thread or in the caller's with each answer.
+        """
+        with self._changed:
+            self._answer = answer
+            self._changed.notify()
+        self._is_known.wait(OPEN_S)
+
+    def attach(self, kv: KVCache, block_size: int) -> None:
+        """Use this memory from now on.
+
+        Raises:
+            TrouperValidationError: a block is larger than the bound of the folder.
+        """
+        pages = Pages(kv, block_size)
+        if pages.num_bytes + HEAD_BYTES > self._config.max_bytes:
+            rule = f"has no room for one block of {pages.num_bytes} bytes"
+            raise invalid("kv_tier_size", rule, self._config.max_bytes)
+        with self._changed:
+            self._pages = pages
+            self._changed.notify()
+
+    def detach(self) -> None:
+        """Touch the memory no more.  Earlier orders are answered as not done."""
+        with self._changed:
+            self._pages = None
+            # The weights may be other ones when there is memory again.
+            self._is_stale = True
+            dropped = self._forget()
+        self._refuse(dropped)
+
+    def order(self, order: TierOrder) -> None:
+        """Queue an order.  An order to cancel or to clear takes effect at once."""
+        dropped: list[TierOrder] = []
+        with self._changed:
+            if order.kind in ("cancel", "clear"):
+                dropped = self._forget()
+            if order.kind == "cancel":
+                dropped.append(order)
+            elif order.kind == "fetch":
+                self._fetches.append(order)
+            else:
+                self._others.append(order)
+            self._changed.notify()
+        self._refuse(dropped)
+
+    def close(self) -> None:
+        """End the thread after the file in progress, or leave it behind if the disk hangs."""
+        with self._changed:
+            self._pages = self._answer = None
+            self._forget()
+            self._is_closing = True
+            self._changed.notify()
+        self._thread.join(CLOSE_S)
+
+    def _forget(self) -> list[TierOrder]:
+        self._generation += 1
+        dropped = [*self._fetches, *self._others]
+        self._fetches.clear()
+        self._others.clear()
+        return dropped
+
+    def _refuse(self, orders: Sequence[TierOrder]) -> None:
+        folder = self._folder
+        sizes = (0, 0) if folder is None else (folder.num_bytes, folder.num_files)
+        answer = self._answer
+        for order in orders:
+            if answer is not None:
+                answer(TierAnswer(order.number, num_bytes=sizes[0], num_files=sizes[1]))
+
+    # The thread
+
+    def _serve(self) -> None:
+        while (work := self._next()) is not None:
+            order, generation = work
+            began_s, num_done = time.monotonic(), 0
+            try:
+                num_done = self._perform(order, generation)
+            # The disk is no reason to end a device.
+            except Exception as error:
+                self._note_refusal("io" if isinstance(error, OSError) else "error", error)
+            self._say(order.number, num_done, time.monotonic() - began_s)
+
+    def _next(self) -> tuple[TierOrder, int] | None:
+        """Wait for the next order.  An order without a number looks for files of others, or opens the folder."""
+        with self._changed:
+            while not self._is_closing:
+                if self._is_stale and (self._folder is None or self._pages is not None):
+                    self._is_stale = False
+                    return OPEN, self._generation
+                if self._is_anew and self._folder is not None and self._answer is not None:
+                    return LOOK, self._generation
+                if self._fetches:
+                    return self._fetches.popleft(), self._generation
+                wait_s = LOOK_S
+                if self._others:
+                    wait_s = self._wait_s() if self._others[0].kind == "store" else 0.0
+                    if wait_s <= 0:
+                        return self._others.popleft(), self._generation
+                if not self._changed.wait(wait_s) and not self._others:
+                    return LOOK, self._generation
+        return None
+
+    def _wait_s(self) -> float:
+        """Return the seconds until the next block may be written."""
+        now, rate = time.monotonic(), self._config.write_rate
+        self._allowance = min(BURST_S * rate, self._allowance + (now - self._filled_s) * rate)
+        self._filled_s = now
+        return -self._allowance / rate
+
+    def _perform(self, order: TierOrder, generation: int) -> int:
+        """Perform an order.  Returns how many of its blocks were stored or fetched."""
+        folder = self._folder
+        if order is OPEN or (order is LOOK and folder is None):
+            self._folder = None
+            self._is_anew = True
+            self._folder = TierFolder(self._config, self._find_space(), self._disk)
+        elif order is LOOK and folder is not None:
+            folder.look()
+        elif folder is not None:
+            return self._obey(folder, order, generation)
+        return 0
+
+    def _obey(self, folder: TierFolder, order: TierOrder, generation: int) -> int:
+        match order.kind:
+            case "store":
+                return self._store(folder, order, generation)
+            case "fetch":
+                for done, (block, name) in enumerate(zip(order.blocks, order.names, strict=True)):
+                    if not self._fetch(folder, block, name, generation):
+                        return done
+                return len(order.blocks)
+            case "touch":
+                folder.touch(order.names[0])
+            case "clear":
+                folder.clear()
+                self._is_anew = True
+            case "cancel":
+                pass
+        return 0
+
+    def _store(self, folder: TierFolder, order: TierOrder, generation: int) -> int:
+        block, name = order.blocks[0], order.names[0]
+        pages = self._pages
+        if pages is None:
+            return 0
+        raw = self._room(pages)
+        if name in folder and self._read(folder, name, raw):
+            return 1
+        with self._changed:
+            if self._pages is not pages or generation != self._generation:
+                return 0
+            pages.copy_out(block, raw)
+        packed = self._pack(raw, name)
+        try:
+            folder.write(name, order.parent, packed)
+        except RefusedError as error:
+            self._note_refusal(str(error), error)
+            return 0
+        self._allowance -= len(packed.payload)
+        return 1
+
+    def _fetch(self, folder: TierFolder, block: int, name: bytes, generation: int) -> bool:
+        pages = self._pages
+        if pages is None:
+            return False
+        raw = self._room(pages)
+        if not self._read(folder, name, raw):
+            return False
+        with self._changed:
+            if self._pages is not pages or generation != self._generation:
+                return False
+            pages.copy_in(block, raw)
+        return True
+
+    def _read(self, folder: TierFolder, name: bytes, raw: Bytes) -> bool:
+        """Read a block.  Returns False, and removes the file, if it does not match."""
+        try:
+            packed = folder.read(name, len(raw))
+            self._unpack(packed, raw)
+            if self._checksum.of(raw, name) != packed.checksum:
+                raise RefusedError("sum")
+        except RefusedError as error:
+            folder.remove(name)
+            self._note_refusal(str(error), error)
+            return False
+        return True
+
+    def _room(self, pages: Pages) -> Bytes:
+        if len(self._raw) != pages.num_bytes:
+            self._raw = np.empty(pages.num_bytes, np.uint8)
+        return self._raw
+
+    def _pack(self, raw: Bytes, name: bytes) -> PackedBlock:
+        return PackedBlock(RAW, np.empty(0, np.uint32), raw, len(raw), self._checksum.of(raw, name))
+
+    def _unpack(self, packed: PackedBlock, raw: Bytes) -> None:
+        if packed.code != RAW or len(packed.payload) != len(raw):
+            raise RefusedError("version")
+        np.copyto(raw, packed.payload)
+
+    def _note_refusal(self, reason: str, error: Exception) -> None:
+        """Count a reason, and log it at most once a minute."""
+        self._refused[reason] += 1
+        now = time.monotonic()
+        if now - self._logged_s.get(reason, -LOG_S) >= LOG_S:
+            self._logged_s[reason] = now
+            logger.warning(
+                "the tier in %s did not use or write a block (%s): %s; requests are computed instead",
+                self._config.folder,
+                reason,
+                error,
+            )
+
+    def _say(self, number: int, num_done: int, seconds: float) -> None:
+        folder, answer = self._folder, self._answer
+        if answer is None:
+            return
+        added: tuple[bytes, ...] = ()
+        removed: tuple[bytes, ...] = ()
+        sizes, is_anew = (0, 0), False
+        if folder is not None:
+            added, removed = folder.take_changes()
+            sizes = folder.num_bytes, folder.num_files
+            is_anew, self._is_anew = self._is_anew, False
+        if number or is_anew or added or removed:
+            refused = tuple(self._refused.items())
+            self._refused.clear()
+            answer(TierAnswer(number, num_done, seconds, is_anew, added, removed, *sizes, refused))
+        if is_anew:
+            self._is_known.set()

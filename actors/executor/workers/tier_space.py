@@ -1,0 +1,135 @@
+"""Name everything that decides about the KV of a model, except the tokens: the space of its files in the tier on disk.
+
+Two processes with the same space compute the same KV for the same tokens, so either may use the files of the other.  Whatever might
+change a bit is part of the name: a name that is too narrow costs a computation, and one that is too wide gives wrong tokens.
+"""
+
+import hashlib
+import os
+import platform
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from trouper.actors.executor.workers.model_files import weight_files
+from trouper.config.engine_config import EngineConfig
+from trouper.kernels.codegen import choice
+from trouper.kernels.select import this_processor
+
+# Fields of the config that cannot change a bit of KV.  All others are part of the space, also those that will be added.
+NOT_SHAPING = frozenset({
+    "model", "draft_model", "tokenizer", "code_path", "device_worker", "max_worker_restarts", "worker_restart_window_s",
+    "step_timeout_s", "data_parallel_size", "nodes", "num_workers_here", "layer_partition", "cpu_bind", "gpu_memory_utilization",
+    "is_length_open", "is_num_seqs_open", "max_logprobs", "renderer_num_workers", "num_blocks", "kv_cache_bytes", "stream_interval",
+    "chat_template", "structured_outputs", "reasoning", "enable_prompt_embeds", "media", "no_media", "shutdown_timeout_s",
+    "render_timeout_s", "log_stats", "log_stats_interval_s", "metrics_prefix", "served_names", "profiler_config",
+    "otlp_traces_endpoint", "max_num_queued_reqs", "max_num_queued_tokens", "scheduler", "tier", "max_model_len", "seed",
+})  # fmt: skip
+NOT_SHAPING_OF_MODEL = frozenset(
+    {"path", "name", "eos_token_ids", "default_sampling", "sampling_source"}
+)
+# Packages whose code computes KV.
+PACKAGES = "torch", "numpy", "llvmlite", "transformers", "peft"
+PIECE_BYTES = 2**22
+
+
+def find_space(config: EngineConfig, num_threads: int) -> bytes:
+    """Return the name of the space, of 16 bytes.  It reads all weights that it has not read before.
+
+    Args:
+        num_threads: of the computation, for a model that is not tiny.
+    """
+    assert config.tier is not None
+    facts = [
+        _without(config, NOT_SHAPING),
+        [_without(m, NOT_SHAPING_OF_MODEL) for m in (config.model, config.draft_model) if m],
+        config.seed if config.load_format == "dummy" else None,
+        _digests(weight_files(config), Path(config.tier.folder) / "weights.json"),
+        num_threads,
+        _code_digest(),
+        _machine(),
+    ]
+    text = msgspec.json.encode(facts, order="deterministic", enc_hook=repr)
+    return hashlib.sha256(text).digest()[:16]
+
+
+def _without(struct: msgspec.Struct, names: frozenset[str]) -> dict[str, Any]:
+    fields = msgspec.structs.asdict(struct)
+    return {name: value for name, value in fields.items() if name not in names}
+
+
+def _digests(files: Iterable[Path], memory: Path) -> list[str]:
+    """Return the digests of whole files.  Files that have not changed since an earlier start are not read again.
+
+    Args:
+        memory: the file with the known digests.  What is damaged there is computed again.
+    """
+    try:
+        known = msgspec.json.decode(memory.read_bytes(), type=dict[str, str])
+    except (OSError, msgspec.DecodeError):
+        known = dict[str, str]()
+    found: dict[str, str] = {}
+    for file in files:
+        about = file.stat()
+        # No program can set the time of the last change of an inode.
+        facts = about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
+        label = ":".join(map(str, facts))
+        found[label] = known.get(label) or _digest(file)
+    if not found.keys() <= known.keys():
+        temporary = memory.with_name(f"weights-{os.getpid()}.tmp")
+        descriptor = os.open(
+            temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600
+        )
+        with open(descriptor, "wb") as writer:
+            writer.write(msgspec.json.encode(known | found))
+        temporary.replace(memory)
+    return list(found.values())
+
+
+def _digest(file: Path) -> str:
+    digest, room = hashlib.sha256(), bytearray(PIECE_BYTES)
+    with open(file, "rb", buffering=0) as reader:
+        while count := reader.readinto(room):
+            digest.update(memoryview(room)[:count])
+    return digest.hexdigest()
+
+
+def _code_digest() -> str:
+    """Return a digest of the code that computes KV: trouper's, and the versions of the packages that it calls."""
+    digest, package = hashlib.sha256(), Path(__file__).parents[3]
+    for folder in ("kernels", "actors/executor"):
+        for file in sorted((package / folder).rglob("*.py")):
+            digest.update(str(file.relative_to(package)).encode() + file.read_bytes())
+    for name in PACKAGES:
+        try:
+            digest.update(f"{name} {version(name)}".encode())
+        except PackageNotFoundError:
+            digest.update(f"{name} none".encode())
+    return digest.hexdigest()
+
+
+def _machine() -> list[str]:
+    """Describe the processor and the choice of its instructions."""
+    return [
+        platform.machine(),
+        # The order of a set differs from process to process.
+        *(repr(sorted(map(str, f)) if isinstance(f, frozenset) else f) for f in this_processor()),
+        choice.chosen(),
+        torch.backends.cpu.get_cpu_capability(),
+        np.__version__,
+        _processor_name(),
+    ]
+
+
+def _processor_name() -> str:
+    """Return the processor's name and features, as the compiler of the kernels sees them; empty without a compiler."""
+    try:
+        from trouper.kernels.codegen.features import target
+    except ImportError:
+        return ""
+    return repr(target())

@@ -1,0 +1,377 @@
+"""Decide which KV blocks go to the tier on disk, and which of them come back.  Pure.
+
+The tier fills the prefix cache and does nothing else: a fetched block becomes a cached prefix, and sequences start from the
+cache as ever.  What is on the disk is a hint.  A missing or damaged file costs a computation.
+
+Laws:
+1. A block is in an order only while it is held, so no plan writes to it.  `cancel` gives all blocks back at once: the device forgets its
+   orders before it computes a later plan.
+2. No sequence waits without an end.  It waits for a fetch until its deadline: at most the time of computing the same tokens.
+3. The tier never takes a block from a sequence.  It takes free blocks down to a reserve, and gives them back when blocks are short.
+4. A missing name is not fetched again until the device reports it anew.  So the fetches for a sequence end.
+"""
+
+from collections import Counter, OrderedDict, deque
+from typing import Any
+
+import msgspec
+
+from trouper.actors.messages.steps import TierAnswer, TierOrder
+from trouper.actors.scheduling.state.kv_blocks import FIRST_PARENT, KVBlocks
+from trouper.actors.scheduling.state.sequence import Sequence, State
+
+# Orders to store without an answer.  Each holds a block.
+MAX_STORES = 4
+# Names that wait to be stored: 4,096 of 200 bytes.  Later ones are not stored.
+MAX_QUEUED = 4096
+# Blocks of one fetch.  One fetch is under way at a time, and its names have 1 kB.
+MAX_FETCH = 32
+# Sequences with a fetch: 256 references.  Others compute at once.
+MAX_SOUGHT = 256
+# Touches without an answer.  Later ones are dropped, because they only improve the order of removal.
+MAX_TOUCHES = 2
+# The orders without an answer: stores, touches, a fetch, and one to cancel.
+MAX_ORDERS = MAX_STORES + MAX_TOUCHES + 2
+# A tenth of the free blocks, but at least this many, stays for sequences.
+RESERVE = 2
+# The deadline of a fetch in seconds while the rates of the disk and of the device are unknown, and its least value.
+FIRST_DEADLINE_S, LEAST_DEADLINE_S = 2.0, 0.02
+# A fetch must take at most this share of the time of computing the same tokens.
+WORTH = 0.5
+# Weight of the newest value in the averages of rates, and the factor by which each skipped fetch forgets a slow disk.
+NEWEST, FORGET = 0.3, 0.95
+# Tokens of a step from which its time counts as time of computing prompts.
+MIN_STEP_TOKENS = 64
+
+
+class _Sought(msgspec.Struct, eq=False):
+    """A sequence with blocks on the disk.  It is parked until its deadline or until they are fetched."""
+
+    sequence: Sequence
+    names: list[bytes]
+    is_parked: bool = True
+    # Unknown until the clock is read for the first time.
+    deadline_s: float | None = None
+    # Fetches may begin at this block or behind.
+    first: int = 0
+
+
+class _Fetch(msgspec.Struct, eq=False):
+    """The fetch under way: its own blocks, and the blocks of the prefix in front of them, held together."""
+
+    number: int
+    sought: _Sought
+    prefix: list[int]
+    blocks: list[int]
+    names: tuple[bytes, ...]
+
+
+class Tier:
+    """The queues and the orders of one replica, and the names of the blocks on its disk."""
+
+    def __init__(self, blocks: KVBlocks) -> None:
+        self._blocks = blocks
+        # Until the device has found out what is on the disk, nothing is ordered.
+        self.is_open = False
+        self._known: set[bytes] = set()
+        # Name to parent, the first one is stored next.
+        self._queue: OrderedDict[bytes, bytes] = OrderedDict()
+        # By the number of the order: the block, its name and its parent's.
+        self._stores: dict[int, tuple[int, bytes, bytes]] = {}
+        self._sought: deque[_Sought] = deque()
+        self._fetch: _Fetch | None = None
+        self._touched: OrderedDict[bytes, None] = OrderedDict()
+        self._touches: set[int] = set()
+        # A cancel or clear, not sent yet.
+        self._pending: TierOrder | None = None
+        # The number of the one sent last.  Nothing is ordered before its answer.
+        self._barrier: int | None = None
+        # Sequences that wait no longer, until `take_free`.
+        self._free: list[Sequence] = []
+        self._number = 0
+        # Averages: seconds to fetch a block, and to compute a token.
+        self._block_s = self._token_s = 0.0
+        self.counts: Counter[str] = Counter()
+        self.skipped: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.num_bytes = self.num_files = 0
+
+    def __repr__(self) -> str:
+        return f"<Tier {'open' if self.is_open else 'closed'}, {len(self._known)} known, {len(self._queue)} to store>"
+
+    def statistics(self) -> dict[str, Any]:
+        """Describe the tier in the fields of `SchedulerStats`."""
+        size = self._blocks.block_size
+        return {
+            "tier_bytes": self.num_bytes,
+            "tier_files": self.num_files,
+            "tier_hit_tokens": self.counts["hit"] * size,
+            "tier_miss_tokens": self.counts["miss"] * size,
+            "tier_stored_tokens": self.counts["stored"] * size,
+            "tier_refused": tuple(sorted(self.refused.items())),
+            "tier_skipped": tuple(sorted(self.skipped.items())),
+        }
+
+    @property
+    def deadline_s(self) -> float | None:
+        """The time at which the next parked sequence stops waiting, or None."""
+        deadlines = (s.deadline_s for s in self._sought if s.is_parked and s.deadline_s is not None)
+        return min(deadlines, default=None)
+
+    def take_free(self) -> list[Sequence]:
+        """Take the sequences that wait no longer, since the last call."""
+        free, self._free = self._free, []
+        return free
+
+    # What the policy reports
+
+    def offer(self, name: bytes, parent: bytes) -> None:
+        """Queue a new cached prefix, to store it.
+
+        Args:
+            parent: the name of the block before it, or `FIRST_PARENT`.
+        """
+        if name in self._known or name in self._queue:
+            return
+        if len(self._queue) >= MAX_QUEUED:
+            self.skipped["full"] += 1
+            return
+        self._queue[name] = parent
+
+    def note_computed(self, num_tokens: int, seconds: float) -> None:
+        """Learn the time of computing a token of a prompt from a step."""
+        if num_tokens >= MIN_STEP_TOKENS and seconds > 0:
+            self._token_s = _average(self._token_s, seconds / num_tokens)
+
+    def seek(self, sequence: Sequence) -> bool:
+        """Look for blocks of a new sequence on the disk.  Returns whether it must be parked until they are fetched."""
+        if not self._known or len(self._sought) >= MAX_SOUGHT:
+            return False
+        size = self._blocks.block_size
+        names = sequence.hash_blocks((sequence.num_tokens - 1) // size, size)
+        num_cached = len(self._blocks.match(names))
+        count = self._count_known(names, num_cached)
+        self.counts["miss"] += len(names) - num_cached - count
+        if num_cached + count:
+            self._touch(names[num_cached + count - 1])
+        if not count or not self._is_worth(count):
+            return False
+        self._sought.append(_Sought(sequence, names, first=num_cached))
+        return True
+
+    def _count_known(self, names: list[bytes], start: int) -> int:
+        end = start
+        while end < len(names) and names[end] in self._known:
+            end += 1
+        return end - start
+
+    def _is_worth(self, count: int) -> bool:
+        """Whether fetching this many blocks is quicker than computing them, as far as both rates are known."""
+        fetch = self._fetch
+        if fetch is not None and not fetch.sought.is_parked:
+            # Its deadline has passed: the disk hangs or is slow.
+            self.skipped["deadline"] += 1
+            return False
+        if self._token_s and self._block_s > WORTH * self._token_s * self._blocks.block_size:
+            self._block_s *= FORGET
+            self.skipped["slow"] += 1
+            return False
+        return count > 0
+
+    def _touch(self, name: bytes) -> None:
+        if name in self._known:
+            self._touched[name] = None
+            self._touched.move_to_end(name)
+            if len(self._touched) > MAX_SOUGHT:
+                self._touched.popitem(last=False)
+
+    def note(self, answer: TierAnswer) -> None:
+        """Take an answer of the device."""
+        if answer.is_anew:
+            self.is_open = True
+            self._known.clear()
+        self._known.update(answer.added)
+        self._known.difference_update(answer.removed)
+        self.num_bytes, self.num_files = answer.num_bytes, answer.num_files
+        self.refused.update(dict(answer.refused))
+        self._touches.discard(answer.number)
+        if answer.number == self._barrier:
+            self._barrier = None
+        stored = self._stores.pop(answer.number, None)
+        if stored is not None:
+            block, name, _ = stored
+            self._blocks.free([block])
+            if answer.num_done:
+                self._known.add(name)
+                self.counts["stored"] += 1
+        fetch = self._fetch
+        if fetch is not None and fetch.number == answer.number:
+            self._take_in(fetch, answer)
+
+    def _take_in(self, fetch: _Fetch, answer: TierAnswer) -> None:
+        """Offer what was fetched as a prefix, and go on with the rest of the same sequence."""
+        self._fetch, count, sought = None, answer.num_done, fetch.sought
+        for block, name in zip(fetch.blocks[:count], fetch.names, strict=False):
+            self._blocks.register(block, name)
+        self._blocks.free(fetch.prefix + fetch.blocks)
+        self.counts["hit"] += count
+        if answer.seconds > 0:
+            self._block_s = _average(self._block_s, answer.seconds / max(1, count))
+        if count < len(fetch.names):
+            # The rest of the chain may be damaged as well.  It is computed and stored again, which checks the files.
+            start = len(fetch.prefix) + count
+            self._known.difference_update(sought.names[start:])
+            self.counts["miss"] += 1
+        sought.first = len(fetch.prefix) + max(1, count)
+        if count < len(fetch.names) or not self._count_known(sought.names, sought.first):
+            self._end(sought)
+
+    def _end(self, sought: _Sought) -> None:
+        """Look for no more blocks of a sequence."""
+        self._sought.remove(sought)
+        self._release(sought)
+
+    def _release(self, sought: _Sought) -> None:
+        if sought.is_parked:
+            sought.is_parked = False
+            self._free.append(sought.sequence)
+
+    def expire(self, now: float) -> None:
+        """Let sequences go at their deadline.  What arrives later still becomes a prefix."""
+        for sought in self._sought:
+            if sought.is_parked and sought.deadline_s is not None and sought.deadline_s <= now:
+                self.skipped["deadline"] += 1
+                self._release(sought)
+                if self._fetch is not None and self._fetch.sought is sought:
+                    # At least this slow: `expire` is called at the deadline.
+                    self._block_s = max(self._block_s, self._token_s * self._blocks.block_size)
+
+    # What the device shall do
+
+    def take_orders(self, now: float) -> list[TierOrder]:
+        """Return the orders to send before the next plan, and start the clocks of the sequences that wait."""
+        orders = self.take_cancel()
+        for sought in self._sought:
+            if sought.deadline_s is None:
+                sought.deadline_s = now + self._patience_s(len(sought.names) - sought.first)
+        if not self.is_open or self._barrier is not None:
+            return orders
+        while self._queue and len(self._stores) < MAX_STORES:
+            name, parent = self._queue.popitem(last=False)
+            found = self._blocks.match([name])
+            if not found or name in self._known:
+                continue
+            if self._blocks.num_idle(found) and not self._num_spare():
+                self._queue[name] = parent
+                self._queue.move_to_end(name, last=False)
+                break
+            self._blocks.share(found)
+            order = self._order(
+                "store", (found[0],), (name,), b"" if parent == FIRST_PARENT else parent
+            )
+            self._stores[order.number] = found[0], name, parent
+            orders.append(order)
+        while self._touched and len(self._touches) < MAX_TOUCHES:
+            name, _ = self._touched.popitem(last=False)
+            orders.append(order := self._order("touch", (), (name,)))
+            self._touches.add(order.number)
+        if self._fetch is None and (order := self._next_fetch()) is not None:
+            orders.append(order)
+        return orders
+
+    def _patience_s(self, num_blocks: int) -> float:
+        """Return how long a sequence waits for this many blocks."""
+        computing_s = self._token_s * self._blocks.block_size * num_blocks or FIRST_DEADLINE_S
+        fetching_s = 2 * self._block_s * num_blocks or computing_s
+        return max(LEAST_DEADLINE_S, min(fetching_s, computing_s))
+
+    def _order(
+        self,
+        kind: Any,
+        blocks: tuple[int, ...] = (),
+        names: tuple[bytes, ...] = (),
+        parent: bytes = b"",
+    ) -> TierOrder:
+        self._number += 1
+        return TierOrder(self._number, kind, blocks, names, parent)
+
+    def _next_fetch(self) -> TierOrder | None:
+        """Order the next blocks of the first sequence that still needs them."""
+        for sought in list(self._sought):
+            blocks, names = self._blocks, sought.names
+            is_waiting = sought.sequence.state in (State.WAITING, State.PREEMPTED)
+            prefix = blocks.match(names)
+            start = len(prefix)
+            count = min(MAX_FETCH, self._count_known(names, start))
+            # Its blocks may have been reused since; they are not fetched twice.
+            if not is_waiting or start < sought.first or not count:
+                self._end(sought)
+                continue
+            blocks.share(prefix)
+            fresh = blocks.allocate(min(count, self._num_spare()))
+            if not fresh:
+                blocks.free(prefix)
+                self.skipped["full"] += 1
+                self._end(sought)
+                continue
+            order = self._order("fetch", tuple(fresh), tuple(names[start : start + len(fresh)]))
+            self._fetch = _Fetch(order.number, sought, prefix, fresh, order.names)
+            return order
+        return None
+
+    def _num_spare(self) -> int:
+        free = self._blocks.num_free
+        return max(0, free - max(RESERVE, free // 10))
+
+    def take_cancel(self) -> list[TierOrder]:
+        """Return the order that must reach the device before any later plan, if there is one."""
+        pending = self._pending
+        if pending is None or self._barrier is not None:
+            return []
+        self._pending, self._barrier = None, pending.number
+        return [pending]
+
+    def cancel(self) -> bool:
+        """Give back all blocks at once.  Returns False if none was held.
+
+        Stores without an answer are queued again.
+        """
+        if not self._stores and self._fetch is None:
+            return False
+        if self._pending is None:
+            self._pending = self._order("cancel")
+        self._drop()
+        return True
+
+    def clear(self) -> None:
+        """Remove all files of this model."""
+        self._drop()
+        self._queue.clear()
+        self._known.clear()
+        if self.is_open:
+            self._pending = self._order("clear")
+
+    def lose(self) -> None:
+        """Note that the device is lost, and with it all orders.  It reports its files again when it is back."""
+        self._drop()
+        self._pending = self._barrier = None
+        self._touches.clear()
+        self._known.clear()
+        self.is_open = False
+
+    def _drop(self) -> None:
+        for block, name, parent in reversed(self._stores.values()):
+            self._blocks.free([block])
+            self._queue[name] = parent
+            self._queue.move_to_end(name, last=False)
+        self._stores.clear()
+        if self._fetch is not None:
+            self._blocks.free(self._fetch.prefix + self._fetch.blocks)
+            self._fetch = None
+        for sought in self._sought:
+            self._release(sought)
+        self._sought.clear()
+
+
+def _average(old: float, new: float) -> float:
+    return new if not old else old + NEWEST * (new - old)

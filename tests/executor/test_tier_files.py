@@ -1,0 +1,291 @@
+"""Files of the tier on disk: their format, damage, the bound of the folder and the order of removal."""
+
+import os
+import stat
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trouper.actors.executor.steps import tier_files
+from trouper.actors.executor.steps.tier_files import (
+    FIRST_PARENT,
+    HEAD,
+    RAW,
+    Checksum,
+    PackedBlock,
+    RefusedError,
+    TierDisk,
+    TierEntry,
+    TierFolder,
+    removals,
+)
+from trouper.config.tier import TierConfig
+
+SPACE = b"s" * 16
+NUM_RAW = 4096
+SUM = Checksum()
+
+
+def name_of(number):
+    return number.to_bytes(8, "big") * 4
+
+
+def raw_of(number):
+    return np.random.default_rng(number).integers(0, 256, NUM_RAW, dtype=np.uint8)
+
+
+def block_of(number):
+    raw = raw_of(number)
+    checksum = SUM.of(raw, name_of(number))
+    return PackedBlock(RAW, np.empty(0, np.uint32), raw, NUM_RAW, checksum)
+
+
+def a_folder(path, *, max_bytes=2**20, min_free=0.0, disk=None, space=SPACE):
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    return TierFolder(TierConfig(str(path), max_bytes, min_free, 2**30), space, disk)
+
+
+def put(folder, number, parent=None):
+    folder.write(name_of(number), b"" if parent is None else name_of(parent), block_of(number))
+
+
+def read(folder, number):
+    """Return the bytes of a block as the thread does: after the check of its sum."""
+    packed = folder.read(name_of(number), NUM_RAW)
+    if SUM.of(packed.payload, name_of(number)) != packed.checksum:
+        raise RefusedError("sum")
+    return packed.payload
+
+
+def path_of(path, number):
+    (found,) = [f for f in path.rglob("*") if f.name.startswith(name_of(number).hex() + ".")]
+    return found
+
+
+def test_block_is_found_after_a_restart(tmp_path):
+    put(a_folder(tmp_path), 1)
+    folder = a_folder(tmp_path)
+    assert folder.take_changes() == ((name_of(1),), ())
+    assert (read(folder, 1) == raw_of(1)).all()
+    assert name_of(1) not in a_folder(tmp_path, space=b"t" * 16)
+
+
+def test_only_the_owner_may_read_files(tmp_path):
+    put(a_folder(tmp_path), 1)
+    modes = {stat.S_IMODE(f.stat().st_mode) for f in tmp_path.rglob("*") if f.is_file()}
+    assert modes == {0o600}
+    assert stat.S_IMODE((tmp_path / SPACE.hex()).stat().st_mode) == 0o700
+
+
+def a_head(data):
+    head = bytes(data[: HEAD.size])
+    return head + zlib.crc32(head).to_bytes(4, "little")
+
+
+def damages(data, other):
+    """Yield contents that differ from the file's in each way that a disk or a user may cause."""
+    for place in (
+        0,
+        4,
+        5,
+        8,
+        16,
+        24,
+        40,
+        72,
+        HEAD.size,
+        HEAD.size + 4,
+        len(data) // 2,
+        len(data) - 1,
+    ):
+        yield data[:place] + bytes([data[place] ^ 4]) + data[place + 1 :]
+    yield from (data[:size] for size in (0, 1, HEAD.size, HEAD.size + 3, len(data) - 1))
+    yield data + b"\0"
+    yield data[:2000] + bytes(1000) + data[3000:]
+    yield data[:1000] + data[2000:3000] + data[1000:2000] + data[3000:]
+    yield bytes(len(data))
+    yield other
+    # A head of the right name and sum with the contents of another block.
+    yield data[: HEAD.size + 4] + other[HEAD.size + 4 :]
+    wide = bytearray(data)
+    wide[8:12] = (2**31).to_bytes(4, "little")
+    yield a_head(wide) + bytes(data[HEAD.size + 4 :])
+
+
+def test_no_damaged_file_is_used(tmp_path):
+    folder = a_folder(tmp_path)
+    put(folder, 1)
+    put(folder, 2)
+    path, other = path_of(tmp_path, 1), path_of(tmp_path, 2).read_bytes()
+    good = path.read_bytes()
+    count = 0
+    for data in damages(good, other):
+        count += 1
+        folder = a_folder(tmp_path)
+        path.write_bytes(data)
+        try:
+            read(folder, 1)
+        except RefusedError:
+            # What the folder has refused itself is gone; the thread removes what its sum refuses.
+            folder.remove(name_of(1))
+        else:
+            pytest.fail(f"damage {count} was not found")
+        assert not path.exists()
+        path.write_bytes(good)
+    assert count == 24
+    assert (read(a_folder(tmp_path), 1) == raw_of(1)).all()
+
+
+def a_link(path):
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def a_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+def a_directory(path):
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("replace", [a_link, a_pipe, a_directory, os.unlink])
+def test_only_plain_files_are_read(tmp_path, replace):
+    folder = a_folder(tmp_path)
+    put(folder, 1)
+    replace(path_of(tmp_path, 1))
+    with pytest.raises(RefusedError):
+        read(folder, 1)
+    assert name_of(1) not in folder
+    assert name_of(1) not in a_folder(tmp_path)
+
+
+def num_bytes(path):
+    return sum(f.stat().st_size for f in path.rglob("*") if f.is_file())
+
+
+@pytest.fixture
+def always_reads(monkeypatch):
+    """Read changed folders at once, however long the last reading took."""
+    monkeypatch.setattr(tier_files, "REST", 0)
+
+
+@pytest.mark.usefixtures("always_reads")
+def test_two_writers_stay_within_the_bound_at_all_times(tmp_path):
+    size = NUM_RAW + HEAD.size + 4
+    bound, seen = 5 * size, []
+
+    class Watched(TierDisk):
+        def write(self, path, parts):
+            super().write(path, parts)
+            seen.append(num_bytes(tmp_path))
+
+    one = a_folder(tmp_path, max_bytes=bound, disk=Watched())
+    two = a_folder(tmp_path, max_bytes=bound, disk=Watched(), space=b"t" * 16)
+    for number in range(1, 40):
+        put(one if number % 3 else two, number)
+    assert max(seen) == bound
+    assert 3 * size <= num_bytes(tmp_path) <= bound
+    assert a_folder(tmp_path, max_bytes=bound).num_bytes == num_bytes(tmp_path)
+
+
+def test_children_go_before_parents(tmp_path):
+    size = NUM_RAW + HEAD.size + 4
+    folder = a_folder(tmp_path, max_bytes=5 * size)
+    for number, parent in ((1, None), (2, 1), (3, 2), (4, None), (5, 4)):
+        put(folder, number, parent)
+    # The second chain was used later than the first one.
+    folder.touch(name_of(5))
+    put(folder, 6)
+    here = [number for number in range(1, 7) if name_of(number) in folder]
+    assert here in ([1, 2, 4, 5, 6], [1, 4, 5, 6])
+
+
+def test_block_without_its_parent_is_not_written(tmp_path):
+    folder = a_folder(tmp_path)
+    with pytest.raises(RefusedError, match="parent"):
+        put(folder, 2, 1)
+    assert not list((tmp_path / SPACE.hex()).iterdir())
+
+
+def test_full_file_system_takes_no_block(tmp_path):
+    class Full(TierDisk):
+        def num_free(self, path):
+            return 2**20, 2**30
+
+    folder = a_folder(tmp_path, min_free=0.05, disk=Full())
+    with pytest.raises(RefusedError, match="full"):
+        put(folder, 1)
+
+
+def test_interrupted_write_leaves_nothing(tmp_path):
+    class Broken(TierDisk):
+        def write(self, path, parts):
+            super().write(path, parts[:1])
+            raise OSError(28, "No space left on device")
+
+    folder = a_folder(tmp_path, disk=Broken())
+    with pytest.raises(OSError, match="No space"):
+        put(folder, 1)
+    assert folder.num_bytes == 0
+    assert not list((tmp_path / SPACE.hex()).iterdir())
+    (tmp_path / SPACE.hex() / f"{name_of(1).hex()}.tmp").write_bytes(b"of a dead process")
+    a_folder(tmp_path)
+    assert not list((tmp_path / SPACE.hex()).iterdir())
+
+
+def test_circle_of_names_can_be_removed():
+    entries = {("s", a): TierEntry(b"", b, 1, 0.0, 0.0) for a, b in (("1", "2"), ("2", "1"))}
+    assert len(removals(entries, 2)) == 2
+
+
+@pytest.mark.usefixtures("always_reads")
+def test_files_of_another_process_are_found(tmp_path):
+    one, two = a_folder(tmp_path), a_folder(tmp_path)
+    put(one, 1)
+    two.look()
+    assert two.take_changes() == ((name_of(1),), ())
+    one.clear()
+    two.look()
+    assert two.take_changes() == ((), (name_of(1),))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_removal_frees_enough_and_leaves_no_orphan(data):
+    count = data.draw(st.integers(1, 12))
+    entries = {}
+    for i in range(count):
+        parent = data.draw(st.integers(-1, i - 1))
+        label = FIRST_PARENT if parent < 0 else f"{parent + 1:016x}"
+        size, used = data.draw(st.integers(1, 9)), float(data.draw(st.integers(0, 9)))
+        entries["s", f"{i + 1:016x}"] = TierEntry(b"", label, size, used, used)
+    wanted, files = data.draw(st.integers(0, 80)), data.draw(st.integers(0, 4))
+    gone = removals(entries, wanted, files)
+    left = {key: entry for key, entry in entries.items() if key not in gone}
+    assert len(set(gone)) == len(gone)
+    assert not left or sum(entries[key].num_bytes for key in gone) >= wanted
+    assert len(gone) >= min(files, count)
+    assert all(e.parent == FIRST_PARENT or ("s", e.parent) in left for e in left.values())
+    if gone and sum(entries[key].num_bytes for key in gone[:-1]) >= wanted:
+        assert len(gone) <= files
+    # Among chains of one block the least recently used goes first.
+    lone = [k for k in gone if all(e.parent != k[1] for e in entries.values())]
+    kept = [k for k in left if all(e.parent != k[1] for e in entries.values())]
+    assert all(entries[a].used_s <= entries[b].used_s for a in lone for b in kept)
+
+
+@given(st.integers(0, 2**20), st.integers(1, 2**32 - 1), st.integers(8, 300_000))
+@settings(max_examples=60, deadline=None)
+def test_sum_finds_every_change_of_a_word(place, change, size):
+    data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)
+    before = SUM.of(data, b"n" * 32)
+    assert before != SUM.of(data, b"m" * 32)
+    place %= size // 4
+    data[: size // 4 * 4].view(np.uint32)[place] ^= change
+    assert SUM.of(data, b"n" * 32) != before

@@ -1,0 +1,333 @@
+"""The tier on disk of real engines: restarts, damaged files, slow and hanging disks, kills, and the options."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from contextlib import suppress
+
+import pytest
+
+from trouper import LLM, SamplingParams
+from trouper.actors.executor.steps import tier_thread
+from trouper.actors.executor.steps.tier_files import TierDisk
+from trouper.config.args import EngineArgs
+from trouper.config.resolve import resolve
+from trouper.errors import TrouperValidationError, UnsupportedFeatureError
+
+OPTIONS = {
+    "load_format": "dummy",
+    "dtype": "float32",
+    "skip_tokenizer_init": True,
+    "block_size": 16,
+    "max_num_seqs": 4,
+}
+PROMPTS = [[(i * i + 7 * n) % 90 + 5 for i in range(150)] for n in range(3)]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+
+
+def an_llm(folder, **options):
+    return LLM(
+        "tiny", kv_tier_dir=None if folder is None else str(folder), **{**OPTIONS, **options}
+    )
+
+
+def answers(llm, prompts=PROMPTS):
+    """Return the tokens and logprobs of each answer, and how many prompt tokens came from a cache."""
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    results = llm.generate(given, GREEDY, use_tqdm=False)
+    found = [
+        [
+            (token, round(of[token].logprob, 4))
+            for token, of in zip(each.token_ids, each.logprobs, strict=True)
+        ]
+        for each in (result.outputs[0] for result in results)
+    ]
+    return found, sum(r.num_cached_tokens for r in results)
+
+
+def files_of(folder):
+    return sorted(f for f in folder.rglob("*.*") if len(f.name) == 81)
+
+
+def wait_for(is_done):
+    """Wait until the thread of the tier has done something."""
+    for _ in range(2000):
+        if is_done():
+            return
+        threading.Event().wait(0.005)
+    raise AssertionError("the thread has not done it")
+
+
+def wait_for_files(folder, count):
+    """Wait until the thread has written this many files."""
+    wait_for(lambda: len(files_of(folder)) >= count)
+
+
+def num_bytes(folder):
+    """Add up the sizes of all files, which may vanish meanwhile."""
+    total = 0
+    for file in files_of(folder):
+        with suppress(FileNotFoundError):
+            total += file.stat().st_size
+    return total
+
+
+@pytest.fixture(scope="module")
+def expected():
+    with an_llm(None) as llm:
+        return answers(llm)[0]
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory, expected):
+    """A folder with the blocks of all prompts and their answers."""
+    folder = tmp_path_factory.mktemp("tier")
+    folder.chmod(0o700)
+    with an_llm(folder) as llm:
+        assert answers(llm) == (expected, 0)
+        # Nine full blocks of each sequence of 157 computed tokens.
+        wait_for_files(folder, 27)
+    return folder
+
+
+@pytest.fixture
+def copied(stored, tmp_path):
+    """A copy of the folder, which a test may damage."""
+    folder = tmp_path / "tier"
+    subprocess.run(["cp", "-a", stored, folder], check=True)
+    return folder
+
+
+def test_prefixes_survive_the_engine(copied, expected):
+    with an_llm(copied) as llm:
+        assert answers(llm) == (expected, 3 * 144)
+
+
+def damage(path, number, other):
+    """Damage a file, in another way for each number."""
+    data = bytearray(path.read_bytes())
+    match number % 9:
+        case 0:
+            data[number * 7919 % len(data)] ^= 1 << number % 8
+        case 1:
+            del data[number * 7919 % len(data) :]
+        case 2:
+            data[500:900] = bytes(400)
+        case 3:
+            data = other.read_bytes()
+        case 4:
+            data = b""
+        case 5:
+            return path.unlink()
+        case 6:
+            data[number % 70] ^= 255
+        case 7:
+            data += bytes(10)
+        case 8:
+            return path.chmod(0)
+    return path.write_bytes(data)
+
+
+@pytest.mark.parametrize("first", range(3))
+def test_damaged_files_cost_only_time(copied, expected, first):
+    files = files_of(copied)
+    for number, path in enumerate(files):
+        damage(path, first + 3 * number, files[number - 1])
+    for _ in range(2):
+        with an_llm(copied) as llm:
+            assert answers(llm)[0] == expected
+
+
+def test_files_may_vanish_and_change_while_in_use(copied, expected):
+    with an_llm(copied) as llm:
+        for number in range(6):
+            files = files_of(copied)
+            for place, path in enumerate(files):
+                if (place + number) % 3:
+                    damage(path, place + number, files[place - 1])
+            assert llm.reset_prefix_cache()
+            assert answers(llm)[0] == expected
+
+
+class Slow(TierDisk):
+    """A disk that waits for an event before each call, or for ever."""
+
+    def __init__(self):
+        self.goes_on = threading.Event()
+
+    def read(self, path, most):
+        self.goes_on.wait()
+        return super().read(path, most)
+
+    def write(self, path, parts):
+        self.goes_on.wait()
+        super().write(path, parts)
+
+
+def test_hanging_disk_stops_nothing(copied, expected, monkeypatch):
+    disk = Slow()
+    monkeypatch.setattr(tier_thread, "TierDisk", lambda: disk)
+    monkeypatch.setattr(tier_thread, "CLOSE_S", 0.01)
+    monkeypatch.setattr("trouper.actors.scheduling.state.tier.FIRST_DEADLINE_S", 0.05)
+    with an_llm(copied) as llm:
+        assert answers(llm) == (expected, 0)
+        assert answers(llm)[0] == expected
+        assert llm.reset_prefix_cache()
+        assert answers(llm)[0] == expected
+        llm.sleep(level=1)
+        llm.wake_up()
+        assert answers(llm)[0] == expected
+    disk.goes_on.set()
+
+
+def test_sleep_keeps_the_files(copied, expected):
+    with an_llm(copied) as llm:
+        for level in (1, 2):
+            llm.sleep(level=level)
+            llm.wake_up()
+            assert answers(llm)[0] == expected
+        assert len(files_of(copied)) == 27
+
+
+def test_reset_of_the_connector_removes_the_files(copied):
+    with an_llm(copied) as llm:
+        answers(llm, PROMPTS[:1])
+        assert llm.reset_prefix_cache(reset_connector=True)
+        wait_for(lambda: not files_of(copied))
+        assert answers(llm)[1] == 0
+
+
+def test_another_model_does_not_find_the_files(copied, expected):
+    for options in ({"seed": 1}, {"dtype": "bfloat16"}, {"quantization": "int8"}):
+        with an_llm(copied, **options) as llm:
+            assert answers(llm)[1] == 0
+    with an_llm(copied) as llm:
+        assert answers(llm) == (expected, 3 * 144)
+
+
+def test_folder_stays_within_its_bound(tmp_path, expected):
+    folder = tmp_path / "new"
+    size = 60_000
+    with an_llm(folder, kv_tier_size=size, kv_tier_min_free=0.0) as llm:
+        for _ in range(3):
+            assert answers(llm)[0] == expected
+            assert llm.reset_prefix_cache()
+            assert num_bytes(folder) <= size
+    assert os.stat(folder).st_mode & 0o777 == 0o700
+
+
+def test_salts_and_scopes_keep_files_apart(copied):
+    with an_llm(copied) as llm:
+        salted = [{"prompt_token_ids": PROMPTS[0], "cache_salt": "mine"}]
+        (result,) = llm.generate(salted, GREEDY, use_tqdm=False)
+        assert result.num_cached_tokens == 0
+        wait_for_files(copied, 36)
+    with an_llm(copied) as llm:
+        (result,) = llm.generate(salted, GREEDY, use_tqdm=False)
+        assert result.num_cached_tokens == 144
+
+
+@pytest.mark.parametrize(
+    ("options", "parameter"),
+    [
+        ({"kv_tier_size": "20GiB"}, "kv_tier_size"),
+        ({"kv_tier_dir": ""}, "kv_tier_dir"),
+        ({"kv_tier_dir": "{}", "kv_tier_size": 0}, "kv_tier_size"),
+        ({"kv_tier_dir": "{}", "kv_tier_size": "many"}, "kv_tier_size"),
+        ({"kv_tier_dir": "{}", "kv_tier_write_rate": -1}, "kv_tier_write_rate"),
+        ({"kv_tier_dir": "{}", "kv_tier_min_free": 1.0}, "kv_tier_min_free"),
+        ({"kv_tier_dir": "{}", "enable_prefix_caching": False}, "kv_tier_dir"),
+        ({"kv_tier_dir": "{}", "tensor_parallel_size": 2}, "kv_tier_dir"),
+        ({"kv_tier_dir": "{}", "pipeline_parallel_size": 2}, "kv_tier_dir"),
+        ({"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1"}}, "kv_transfer_config"),
+        ({"kv_tier_dir": "/dev/null/x"}, "kv_tier_dir"),
+    ],
+)
+def test_bad_options_are_refused_by_name(tmp_path, options, parameter):
+    options = {k: str(tmp_path / "t") if v == "{}" else v for k, v in options.items()}
+    with pytest.raises((TrouperValidationError, UnsupportedFeatureError)) as caught:
+        resolve(EngineArgs("tiny", **{**OPTIONS, **options}))
+    assert caught.value.parameter == parameter
+
+
+def test_open_folder_is_refused(tmp_path):
+    tmp_path.chmod(0o777)
+    with pytest.raises(TrouperValidationError, match="chmod 700"):
+        resolve(EngineArgs("tiny", kv_tier_dir=str(tmp_path), **OPTIONS))
+
+
+def test_connector_of_vllm_names_the_folder(tmp_path):
+    extra = {"spec_name": "TieringOffloadingSpec"}
+    extra["secondary_tiers"] = [{"type": "fs", "root_dir": str(tmp_path / "t")}]
+    config = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
+    found = resolve(EngineArgs("tiny", kv_transfer_config=config, **OPTIONS)).tier
+    assert found is not None
+    assert found.folder == str(tmp_path / "t")
+
+
+def test_tier_without_room_for_one_block_is_refused(tmp_path):
+    with pytest.raises(TrouperValidationError, match="one block"):
+        an_llm(tmp_path / "t", kv_tier_size=1000)
+
+
+def a_server(folder, port):
+    command = [
+        sys.executable, "-m", "trouper", "serve", "-m", "tiny", "--load-format", "dummy", "--skip-tokenizer-init",
+        "--block-size", "16", "--dtype", "float32", "--port", str(port), "--kv-tier-dir", str(folder),
+    ]  # fmt: skip
+    server = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health/ready", timeout=1):
+                return server
+        except OSError:
+            threading.Event().wait(0.05)
+    raise AssertionError("the server did not start")
+
+
+def complete(port, prompt):
+    body = {
+        "model": "tiny",
+        "prompt": prompt,
+        "max_tokens": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    body |= {"return_token_ids": True}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode()
+    )
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        return json.load(reply)["choices"][0]["token_ids"]
+
+
+def hit_tokens(port):
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
+        lines = reply.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if "kv_tier_hit_tokens_total{" in line)
+
+
+@pytest.mark.slow
+def test_prefixes_survive_a_killed_server(tmp_path, expected):
+    folder, found = tmp_path / "tier", []
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for life in range(2):
+        server = a_server(folder, port)
+        try:
+            found.append([list(complete(port, prompt)) for prompt in PROMPTS])
+            assert hit_tokens(port) == life * 3 * 144
+            wait_for_files(folder, 27)
+        finally:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+    assert found == 2 * [[[token for token, _ in answer] for answer in expected]]

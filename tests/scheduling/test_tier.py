@@ -1,0 +1,388 @@
+"""The tier on disk: the policy with a paged device, whose thread and disk may do anything that a real one may do.
+
+A block of the device contains its token ids, and so does a file.  Each sample reads its whole sequence through the block table, so a page
+that was fetched wrongly, used too early or overwritten fails at once.  A disk that hangs may delay a sequence until its deadline only.
+"""
+
+import random
+from collections import deque
+
+import pytest
+
+from tests.scheduling.test_policy_model import POISON, PagedDevice, next_token
+from trouper.actors.messages.controls import Pause
+from trouper.actors.messages.requests import Admit, RequestOptions
+from trouper.actors.messages.steps import DeviceLost, StepDone, TierAnswer, TierOrder
+from trouper.actors.scheduling.policy import Policy
+from trouper.actors.scheduling.state.kv_blocks import KVBlocks
+from trouper.actors.scheduling.state.sequence import State
+from trouper.actors.scheduling.state.tier import MAX_ORDERS, MAX_QUEUED, Tier
+from trouper.config.scheduler_config import SchedulerConfig
+from trouper.params import SamplingParams
+
+SIZE, MOST = 2, 24
+
+
+class World:
+    """A policy, a device, its thread and a disk.  `files` survive the device and, given to another world, the engine."""
+
+    def __init__(self, seed, files=None, num_blocks=20):
+        self.random = random.Random(seed)
+        self.files = {} if files is None else files
+        self.is_hanging = False
+        self.blocks = KVBlocks(num_blocks, SIZE, True)
+        self.tier = Tier(self.blocks)
+        config = SchedulerConfig(
+            max_num_seqs=4, max_num_active_seqs=4, max_num_scheduled_tokens=self.random.choice((4, 32)),
+            max_steps_in_flight=2, max_model_len=MOST, max_step_ms=self.random.choice((0, None)),
+            policy=self.random.choice(("fcfs", "priority")),
+        )  # fmt: skip
+        self.policy = Policy(config, self.blocks, tier=self.tier)
+        self.device = PagedDevice(num_blocks, SIZE)
+        self.now = 0.0
+        # Frames to the device in order, its answers, and the orders of its thread.
+        self.frames, self.answers, self.thread = deque(), deque(), deque()
+        self.num_unanswered = 0
+        self.outputs, self.admits = {}, {}
+        self.is_lost = False
+        self.news = [TierAnswer(0, is_anew=True, added=tuple(self.files))]
+
+    def admit(self, prompt, **params):
+        id = len(self.admits)
+        self.admits[id] = admit = Admit(
+            id=id, prompt_token_ids=tuple(prompt), eos_token_id=None, stop_token_ids=(), options=RequestOptions(),
+            params=SamplingParams(**{"temperature": 0, "seed": 0, "max_tokens": 3, **params}), arrival_time=float(id),
+        )  # fmt: skip
+        self.policy.admit(admit)
+
+    def turn(self):
+        """One turn of the scheduler."""
+        if (deadline := self.policy.tier_deadline_s) is not None and deadline <= self.now:
+            self.policy.expire_tier(self.now)
+        self._send(self.policy.take_tier_orders(self.now))
+        while (plan := self.policy.plan()) is not None:
+            self._send(self.policy.take_tier_cancel())
+            self.frames.append(plan)
+        if (outputs := self.policy.take_outputs()) is not None:
+            for update in outputs.sequences:
+                found, _ = self.outputs.get(update.id, ([], None))
+                self.outputs[update.id] = found + list(update.token_ids), update.finish_reason
+
+    def _send(self, orders):
+        self.num_unanswered += len(orders)
+        assert self.num_unanswered <= MAX_ORDERS, "the channel to the device has room"
+        self.frames.extend(orders)
+
+    def compute(self):
+        """The device takes its next frame."""
+        frame = self.frames.popleft()
+        if not isinstance(frame, TierOrder):
+            tokens = tuple(self.device.run(frame))
+            self.answers.append(StepDone(frame.step, tokens, seconds=0.01))
+            return
+        if frame.kind in ("cancel", "clear"):
+            self.answers.extend(TierAnswer(order.number) for order in self.thread)
+            self.thread.clear()
+        if frame.kind == "cancel":
+            self.answers.append(TierAnswer(frame.number))
+        else:
+            self.thread.append(frame)
+
+    def perform(self):
+        """The thread performs one of its orders."""
+        order = self.thread.popleft()
+        num_done, added, removed = 0, (), ()
+        if order.kind == "store":
+            (block,), (name,) = order.blocks, order.names
+            if not order.parent or order.parent in self.files:
+                self.files[name] = tuple(self.device.memory[block])
+                num_done = 1
+        elif order.kind == "fetch":
+            for block, name in zip(order.blocks, order.names, strict=True):
+                if (content := self.files.get(name)) is None or POISON in content:
+                    self.files.pop(name, None)
+                    break
+                self.device.memory[block][:] = content
+                num_done += 1
+        elif order.kind == "clear":
+            self.files.clear()
+        self.answers.append(
+            TierAnswer(order.number, num_done, 0.001, order.kind == "clear", added, removed)
+        )
+
+    def answer(self):
+        """The policy takes the next answer."""
+        found = self.answers.popleft() if self.answers else self.news.pop()
+        if isinstance(found, TierAnswer):
+            self.num_unanswered -= found.number > 0
+            self.policy.note_tier(found)
+        else:
+            self.policy.apply(found)
+
+    def lose(self, *, keeps_memory):
+        self.frames.clear()
+        self.answers.clear()
+        self.thread.clear()
+        self.num_unanswered = 0
+        self.policy.lose_device(DeviceLost("killed", is_from_outside=True))
+        self.device.rows.clear()
+        if not keeps_memory:
+            for page in self.device.memory:
+                page[:] = [POISON] * SIZE
+        self.policy.return_device(keeps_memory=keeps_memory)
+        self.news = [TierAnswer(0, is_anew=True, added=tuple(self.files))]
+
+    def damage(self):
+        if self.files:
+            name = self.random.choice(list(self.files))
+            if self.random.random() < 0.5:
+                del self.files[name]
+            else:
+                self.files[name] = (POISON,) * SIZE
+
+    def move(self):
+        """Let something happen that can."""
+        moves = [self.turn]
+        moves += [self.compute] * (2 * bool(self.frames))
+        moves += [self.answer] * (2 * bool(self.answers or self.news))
+        moves += [self.perform] * bool(self.thread and not self.is_hanging)
+        self.random.choice(moves)()
+        self.now += self.random.choice((0.0, 0.0, 0.01))
+
+    def trouble(self):
+        """Let something happen that may."""
+        draw = self.random.random()
+        if draw < 0.3:
+            self.damage()
+        elif draw < 0.4:
+            self.lose(keeps_memory=self.random.random() < 0.5)
+        elif draw < 0.55:
+            self.policy.reset_prefix_cache(self.random.random() < 0.5)
+        elif draw < 0.6:
+            self.policy.clear_tier()
+        elif draw < 0.7:
+            self.is_hanging = not self.is_hanging
+        elif draw < 0.8:
+            self.policy.abort(self.random.randrange(len(self.admits) + 1))
+        elif draw < 0.9:
+            self.policy.set_pause(self.random.choice(list(Pause)))
+        else:
+            self.tier._block_s = self.random.choice((0.0, 1e-4, 10.0))
+
+    def finish(self):
+        """Play to the end of all requests, with the disk as it is."""
+        self.policy.set_pause(Pause.NONE)
+        for _ in range(20_000):
+            if not self.policy.table.sequences:
+                return self.turn()
+            before = len(self.frames), len(self.answers)
+            self.turn()
+            if self.frames:
+                self.compute()
+            if self.thread and not self.is_hanging:
+                self.perform()
+            if self.answers or self.news:
+                self.answer()
+            if before == (len(self.frames), len(self.answers)):
+                self.now += 0.5
+        return pytest.fail("a request did not end")
+
+    def check(self):
+        for id, admit in self.admits.items():
+            found, reason = self.outputs[id]
+            tokens = list(admit.prompt_token_ids)
+            for _ in range(admit.params.max_tokens):
+                tokens.append(next_token(tokens, 0))
+            expected = tokens[len(admit.prompt_token_ids) :]
+            assert found == expected[: len(found)]
+            assert reason == "abort" or found == expected
+
+    def play(self, heads):
+        for _ in range(self.random.randrange(20, 120)):
+            draw = self.random.random()
+            if draw < 0.12 and len(self.admits) < 12:
+                tail = [self.random.randrange(2, 40) for _ in range(self.random.randrange(1, 4))]
+                head = self.random.choice(heads)[: self.random.randrange(17)]
+                self.admit(head + tail, max_tokens=self.random.randrange(1, 6))
+            elif draw < 0.2:
+                self.trouble()
+            else:
+                self.move()
+        self.finish()
+        self.check()
+        return self
+
+
+def play_lives(seed):
+    """Let three engines follow each other with one disk.  Returns how many blocks they fetched."""
+    draw, files, count = random.Random(-seed - 1), {}, 0
+    heads = [[draw.randrange(2, 40) for _ in range(16)] for _ in range(2)]
+    for life in range(3):
+        world = World(3 * seed + life, files, num_blocks=draw.choice((13, 20)))
+        count += world.play(heads).tier.counts["hit"]
+    return count
+
+
+def settle(world):
+    """Let the thread finish what is queued."""
+    for _ in range(200):
+        world.turn()
+        for act, has_work in (
+            (world.compute, world.frames), (world.perform, world.thread), (world.answer, world.answers or world.news)
+        ):  # fmt: skip
+            if has_work:
+                act()
+
+
+def run_one(prompt, files=None, **options):
+    world = World(1, files, **options)
+    settle(world)
+    world.admit(prompt)
+    world.finish()
+    world.check()
+    settle(world)
+    return world
+
+
+PROMPT = list(range(2, 15))
+
+
+def test_any_schedule_gives_right_tokens():
+    assert sum(map(play_lives, range(150))) > 300
+
+
+def test_prompt_is_fetched_after_a_restart():
+    first = run_one(PROMPT)
+    assert first.tier.counts["stored"] == 7
+    second = run_one(PROMPT, first.files)
+    assert second.tier.counts["hit"] == 6
+    assert second.policy.statistics().prefix_cache_hits == 12
+    assert second.blocks.num_free == second.blocks.num_usable
+
+
+def test_bad_file_costs_what_follows_it():
+    files = run_one(PROMPT).files
+    names = list(files)
+    files[names[3]] = (POISON,) * SIZE
+    second = run_one(PROMPT, files)
+    assert second.tier.counts["hit"] == 3
+    # The file was removed, and written again.
+    assert files[names[3]] == (8, 9)
+
+
+def test_hanging_disk_delays_until_the_deadline():
+    files = run_one(PROMPT).files
+    world = World(1, files)
+    settle(world)
+    world.is_hanging = True
+    world.admit(PROMPT)
+    world.turn()
+    assert world.policy.table.waiting.num_fresh == 1
+    deadline = world.policy.tier_deadline_s
+    assert deadline == world.now + 2.0
+    world.now = deadline
+    world.finish()
+    world.check()
+    # The next prompt does not wait for the same disk.
+    world.admit(PROMPT[:-1])
+    assert world.policy.tier_deadline_s is None
+    world.is_hanging = False
+    world.finish()
+    settle(world)
+    assert world.blocks.num_free == world.blocks.num_usable
+
+
+def test_blocks_of_a_hanging_disk_are_given_back():
+    """The disk holds most blocks; a prompt that needs all of them takes them back at once."""
+    files = run_one(PROMPT).files
+    world = World(1, files, num_blocks=12)
+    settle(world)
+    world.is_hanging = True
+    world.admit(PROMPT)
+    world.turn()
+    assert world.blocks.num_free < 6
+    world.admit([30 + i for i in range(19)])
+    world.now += 5
+    world.finish()
+    world.check()
+
+
+def test_slow_disk_is_left_alone_and_tried_again():
+    world = World(1, run_one(PROMPT).files)
+    settle(world)
+    world.tier._block_s, world.tier._token_s = 1.0, 1e-3
+    num_tries = 0
+    while not world.tier._sought:
+        world.admit(PROMPT)
+        num_tries += 1
+    assert 20 < num_tries < 200
+    assert world.tier.skipped["slow"] == num_tries - 1
+
+
+def test_queue_of_stores_has_a_bound():
+    tier = Tier(KVBlocks(4, SIZE, True))
+    for number in range(MAX_QUEUED + 5):
+        tier.offer(number.to_bytes(32, "big"), bytes(32))
+    assert tier.skipped["full"] == 5
+
+
+def test_reset_of_the_cache_does_not_wait_for_the_disk():
+    world = World(1)
+    settle(world)
+    world.admit(PROMPT)
+    world.is_hanging = True
+    world.finish()
+    world.turn()
+    assert world.blocks.num_free < world.blocks.num_usable
+    assert world.policy.reset_prefix_cache()
+    assert world.blocks.num_free == world.blocks.num_usable
+
+
+def offered_before_its_answer(self, order):
+    if order is not None:
+        for block, name in zip(order.blocks, order.names, strict=True):
+            self._blocks.register(block, name)
+    return order
+
+
+def every_page_counts(answer):
+    return TierAnswer(answer.number, 99, answer.seconds, answer.is_anew, answer.added)
+
+
+BUGS = {
+    "fetched page offered before its answer": (
+        "_next_fetch", lambda right: lambda self: offered_before_its_answer(self, right(self))
+    ),
+    "every fetched page counts": (
+        "_take_in", lambda right: lambda self, fetch, answer: right(self, fetch, every_page_counts(answer))
+    ),
+    "cancel is not sent": ("take_cancel", lambda right: lambda self: right(self) and []),
+    "no deadline": ("expire", lambda right: lambda self, now: None),
+    "pages are not given back": ("cancel", lambda right: lambda self: False),
+    "waiting sequences are forgotten with the device": (
+        "lose", lambda right: lambda self: (self._sought.clear(), right(self))
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bug_is_found(name, monkeypatch):
+    method, make = BUGS[name]
+    monkeypatch.setattr(Tier, method, make(getattr(Tier, method)))
+    for seed in range(500):
+        try:
+            play_lives(seed)
+        except (AssertionError, pytest.fail.Exception):
+            return
+    pytest.fail("not found within 500 schedules")
+
+
+def test_ended_sequence_is_not_fetched_for():
+    world = World(1, run_one(PROMPT).files)
+    settle(world)
+    world.admit(PROMPT)
+    (sequence,) = world.policy.table.sequences.values()
+    world.policy.abort(0)
+    assert sequence.state is State.FINISHED
+    settle(world)
+    assert world.tier.counts["hit"] == 0

@@ -1,0 +1,165 @@
+"""The tier on disk of the KV cache: its options, and the checks of its folder.
+
+The folder keeps KV blocks in files of its owner only.  They contain enough to reconstruct prompts and answers, so a folder that other
+users may write to, or that belongs to another user, is refused.
+"""
+
+import os
+import stat
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from trouper.config.args import EngineArgs
+from trouper.config.checks import human_int
+from trouper.config.devices import DeviceKind
+from trouper.errors import UnsupportedFeatureError, invalid
+
+DEFAULT_BYTES = 20 * 2**30
+OPTIONS = "kv_tier_size", "kv_tier_min_free", "kv_tier_write_rate"
+
+
+class TierConfig(msgspec.Struct, frozen=True):
+    """Describe the folder in which KV blocks are kept on disk, and its limits.
+
+    `folder` is absolute, because a worker process may have another working directory.
+    """
+
+    folder: str
+    # Bytes of all files in the folder.
+    max_bytes: int
+    # The share of the file system that stays free.
+    min_free: float
+    # Bytes written in a second.
+    write_rate: int
+
+
+def tier_config(
+    args: EngineArgs, device: DeviceKind, *, generates: bool, keeps_state: bool
+) -> TierConfig | None:
+    """Resolve the options of the tier, and make its folder.  Returns None without a folder.
+
+    Raises:
+        TrouperValidationError: the folder cannot be used, or a value is out of range.
+        UnsupportedFeatureError: the model or another option does not work with a tier.
+    """
+    folder = _connector_folder(args.kv_transfer_config)
+    if folder is not None and args.kv_tier_dir not in (None, folder):
+        raise invalid("kv_tier_dir", "and kv_transfer_config name two folders", args.kv_tier_dir)
+    folder = args.kv_tier_dir if folder is None else folder
+    if folder is None:
+        for name in OPTIONS:
+            if getattr(args, name) is not None:
+                raise invalid(name, "needs --kv-tier-dir", getattr(args, name))
+        return None
+    if not folder:
+        raise invalid("kv_tier_dir", "must name a folder", folder)
+    _check_support(args, device, generates=generates, keeps_state=keeps_state)
+    if args.enable_prefix_caching is False:
+        raise invalid("kv_tier_dir", "needs prefix caching: omit --no-enable-prefix-caching")
+    rate = _num_bytes("kv_tier_write_rate", args.kv_tier_write_rate, 64 * 2**20)
+    min_free = 0.05 if args.kv_tier_min_free is None else args.kv_tier_min_free
+    if not 0 <= min_free < 1:
+        raise invalid("kv_tier_min_free", "must be a share of the file system in [0, 1)", min_free)
+    path = Path(folder).absolute()
+    check_private_folder(path, "kv_tier_dir")
+    status = os.statvfs(path)
+    most = min(DEFAULT_BYTES, status.f_bavail * status.f_frsize // 4)
+    size = _num_bytes("kv_tier_size", args.kv_tier_size, max(most, 1))
+    return TierConfig(str(path), size, min_free, rate)
+
+
+def _check_support(
+    args: EngineArgs, device: DeviceKind, *, generates: bool, keeps_state: bool
+) -> None:
+    """Refuse what a tier does not support, by name."""
+    several = {
+        "tensor_parallel_size": args.tensor_parallel_size,
+        "pipeline_parallel_size": args.pipeline_parallel_size,
+        "nnodes": args.nnodes,
+    }
+    name, size = next(((n, s) for n, s in several.items() if s > 1), ("", 1))
+    reason = None
+    if not generates:
+        reason = "a pooling model has no KV cache"
+    elif device != "cpu":
+        reason = f"not with device={device!r}"
+    elif keeps_state:
+        reason = "not with a model that keeps recurrent states"
+    elif size > 1:
+        reason = f"not with {name}={size}"
+    if reason is not None:
+        raise UnsupportedFeatureError(f"kv_tier_dir: {reason}", parameter="kv_tier_dir")
+
+
+def check_private_folder(path: Path, parameter: str) -> None:
+    """Make a folder that only this user may use, or check an existing one.
+
+    Raises:
+        TrouperValidationError: it belongs to another user, others may write to it, or it cannot be made.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.stat()
+        is_usable = stat.S_ISDIR(found.st_mode) and os.access(path, os.R_OK | os.W_OK | os.X_OK)
+    except OSError as error:
+        rule = f"the folder cannot be used: {error.strerror}"
+        raise invalid(parameter, rule, str(path)) from None
+    if found.st_uid != os.geteuid():
+        raise invalid(parameter, "the folder belongs to another user", str(path))
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise invalid(parameter, "other users may write to the folder: chmod 700", str(path))
+    if not is_usable:
+        raise invalid(parameter, "the folder cannot be read and written", str(path))
+
+
+def _num_bytes(name: str, given: int | str | None, default: int) -> int:
+    """Read a number of bytes, such as 20GiB, which must be positive."""
+    if given is None:
+        return default
+    text = given.strip().removesuffix("B").removesuffix("i") if isinstance(given, str) else given
+    if (found := human_int(text, name)) < 1:
+        raise invalid(name, "must be a positive number of bytes, such as 20GiB", given)
+    return found
+
+
+class _FileTier(msgspec.Struct, forbid_unknown_fields=True):
+    """The one kind of vLLM's secondary tiers that the tier on disk equals."""
+
+    type: Literal["fs"]
+    root_dir: str
+
+
+class _Tiering(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's settings of its connector."""
+
+    spec_name: Literal["TieringOffloadingSpec"]
+    secondary_tiers: Annotated[list[_FileTier], msgspec.Meta(min_length=1, max_length=1)]
+
+
+class _Connector(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's `kv_transfer_config`, as far as it has the meaning of `kv_tier_dir`."""
+
+    kv_connector: Literal["OffloadingConnector"]
+    kv_connector_extra_config: _Tiering
+    kv_role: Literal["kv_both"] = "kv_both"
+
+
+def _connector_folder(config: dict[str, Any] | None) -> str | None:
+    """Return the folder that vLLM's `kv_transfer_config` names, if its connector is the one with files.
+
+    Raises:
+        UnsupportedFeatureError: it is another connector, or has a field that the tier does not know.
+    """
+    if config is None:
+        return None
+    try:
+        found = msgspec.convert(config, _Connector)
+    except msgspec.ValidationError as error:
+        raise UnsupportedFeatureError(
+            "kv_transfer_config: only OffloadingConnector with TieringOffloadingSpec and one secondary tier "
+            f'{{"type": "fs", "root_dir": FOLDER}} is supported ({error}); --kv-tier-dir FOLDER is the same',
+            parameter="kv_transfer_config",
+        ) from None
+    return found.kv_connector_extra_config.secondary_tiers[0].root_dir
