@@ -270,8 +270,16 @@ class ReplicaMetrics:
                 self._num_redrawn,
             ),
             ("corrupted_requests", "Requests whose logits were not finite.", self._num_corrupted),
-            ("external_prefix_cache_queries", "Tokens looked up in a KV connector.", 0),
-            ("external_prefix_cache_hits", "Tokens found in a KV connector.", 0),
+            (
+                "external_prefix_cache_queries",
+                "Tokens looked up in the tier on disk.",
+                self._stats.tier_hit_tokens + self._stats.tier_miss_tokens,
+            ),
+            (
+                "external_prefix_cache_hits",
+                "Tokens read from the tier on disk.",
+                self._stats.tier_hit_tokens,
+            ),
             ("mm_cache_queries", "Items looked up in the multimodal cache.", num_images),
             ("mm_cache_hits", "Items found in the multimodal cache.", num_images_found),
         ):
@@ -377,16 +385,6 @@ class ReplicaMetrics:
                 "kv_tier_stored_tokens",
                 "Tokens written to the tier on disk.",
                 stats.tier_stored_tokens,
-            ),
-            (
-                "external_prefix_cache_queries",
-                "Tokens looked up in the tier on disk.",
-                stats.tier_hit_tokens + stats.tier_miss_tokens,
-            ),
-            (
-                "external_prefix_cache_hits",
-                "Tokens read from the tier on disk.",
-                stats.tier_hit_tokens,
             ),
             ("state_snapshot_saves", "Recurrent states copied.", stats.num_state_saves),
             (

@@ -30,13 +30,14 @@ GAUGES = {
     "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason",
     "step_prompt_budget_seconds", "fluid_lag_tokens",
     "kv_cache_usage_perc", "engine_sleep_state", "cache_config_info", "worker_up",
-    "replica_failed", "state_snapshots",
+    "replica_failed", "state_snapshots", "kv_tier_bytes", "kv_tier_files",
 }  # fmt: skip
 COUNTERS = {
     "prompt_turns_passed", "prompt_tokens_by_turn", "prefix_cache_state_misses",
     "state_snapshot_saves", "state_snapshot_evictions", "state_snapshot_hits",
     "num_preemptions", "prompt_tokens", "prompt_tokens_by_source", "prompt_tokens_cached",
     "generation_tokens", "request_success", "admission_rejections", "prefix_cache_queries",
+    "kv_tier_hit_tokens", "kv_tier_miss_tokens", "kv_tier_stored_tokens", "kv_tier_refused", "kv_tier_skipped",
     "prefix_cache_hits", "external_prefix_cache_queries", "external_prefix_cache_hits",
     "mm_cache_queries", "mm_cache_hits", "corrupted_requests", "spec_decode_num_drafts",
     "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
