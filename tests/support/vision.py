@@ -29,7 +29,7 @@ TEMPLATE = (
 )
 FAMILIES = (
     "llava", "llava_next", "llava_onevision", "idefics3", "smolvlm", "internvl", "mistral3", "pixtral",
-    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", "gemma3", "paligemma", "paligemma2",
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", "glm4v", "gemma3", "paligemma", "paligemma2",
 )  # fmt: skip
 
 
@@ -195,6 +195,31 @@ def _qwen(kind: str) -> tuple[Any, Any, dict[str, Any], list[str], str]:
     return config, images, {}, names, "<|vision_start|><|image_pad|><|vision_end|>"
 
 
+def _glm() -> tuple[Any, Any, dict[str, Any], list[str], str]:
+    t = transformers
+    names = ["<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>"]
+    images = t.Glm4vImageProcessorPil(
+        patch_size=7, temporal_patch_size=2, merge_size=2,
+        size={"shortest_edge": 14 * 14 * 2, "longest_edge": 84 * 84 * 2},
+    )  # fmt: skip
+    rope = {
+        "rope_type": "default",
+        "mrope_section": [1, 2, 1],
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    }
+    ids = dict(zip(("image", "video", "image_start", "image_end"), range(259, 263), strict=True))
+    config = t.Glm4vConfig(
+        text_config={**TEXT, "head_dim": 16, "rope_parameters": rope},
+        vision_config={
+            "depth": 2, "hidden_size": 32, "num_heads": 2, "image_size": 56, "patch_size": 7, "out_hidden_size": 64,
+            "intermediate_size": 48, "spatial_merge_size": 2, "temporal_patch_size": 2,
+        },
+        **{f"{name}_token_id": id for name, id in ids.items()},
+    )  # fmt: skip
+    return config, images, {}, names, "<|begin_of_image|><|image|><|end_of_image|>"
+
+
 def _gemma(kind: str) -> tuple[Any, Any, dict[str, Any], list[str], str]:
     t, square = transformers, {"height": 28, "width": 28}
     tower = t.SiglipVisionConfig(**TOWER, vision_use_head=False)
@@ -234,6 +259,8 @@ def _parts(kind: str) -> tuple[Any, Any, dict[str, Any], list[str], str]:
         return _idefics(kind)
     if kind.startswith("qwen"):
         return _qwen(kind)
+    if kind == "glm4v":
+        return _glm()
     if "gemma" in kind:
         return _gemma(kind)
     return _internvl() if kind == "internvl" else _pixtral(kind)

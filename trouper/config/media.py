@@ -76,6 +76,7 @@ FAMILIES = {
     "qwen2_vl": VisionFamily("Qwen2VLProcessor", _GRIDS, has_grids=True),
     "qwen2_5_vl": VisionFamily("Qwen2_5_VLProcessor", _GRIDS, has_grids=True),
     "qwen3_vl": _QWEN3,
+    "glm4v": VisionFamily("Glm4vProcessor", _GRIDS, has_grids=True),
     "qwen3_5": _QWEN3,
     "qwen3_5_moe": _QWEN3,
     "mistral3": VisionFamily("PixtralProcessor", _TILED),
