@@ -251,6 +251,18 @@ async def test_images_of_a_host_are_fetched():
 
 
 @pytest.mark.anyio
+async def test_recordings_of_a_host_are_fetched():
+    async with hosted() as (_, downloads, url):
+        parts = [
+            {"type": "audio_url", "audio_url": {"url": f"{url}/a.png"}},
+            {"audio_url": f"{url}/a.png"},
+        ]
+        filled = await downloads.fill({"messages": [{"role": "user", "content": parts}]})
+        _, found = take_images(filled["messages"])
+        assert [(part.data, part.modality) for part in found] == [(b"ABC", "audio")] * 2
+
+
+@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("path", "words"),
     [

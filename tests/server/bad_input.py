@@ -306,6 +306,10 @@ SUITE = {
                 ("data:image/png;base64,????", 400, "invalid_image"), ("", 400, "invalid_value"),
             )
         ),
+        h("audio from a metadata service", 403, "media_url_blocked", "messages[0].content[0].audio_url",
+          messages=[{"role": "user", "content": [{"audio_url": {"url": "https://169.254.169.254/"}}]}]),
+        h("audio for a model of texts", 400, "invalid_value", "messages[0].content[0]",
+          messages=[{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}}]}]),
         h("an image for a model of texts", 400, "invalid_value", "messages[0].content[0]",
           messages=[{"role": "user", "content": [{"type": "image_url", "image_url": "data:;base64,AAAA"}]}]),
     ],

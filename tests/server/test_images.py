@@ -187,3 +187,12 @@ async def test_bad_image_of_an_old_turn_is_not_dropped(client):
         "/api/chat", {"messages": [*turns, {"role": "user", "content": "c"}], "stream": False}
     )
     assert (answer.status, ADVICE in answer.json["error"]) == (400, True)
+
+
+@pytest.mark.anyio
+async def test_model_of_texts_transcribes_nothing(client):
+    body = b'--x\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nA\r\n--x--\r\n'
+    headers = [("content-type", "multipart/form-data; boundary=x")]
+    answer = await client.request("POST", "/v1/audio/transcriptions", body, headers=headers)
+    assert (answer.status, answer.json["error"]["param"]) == (400, "model")
+    assert "takes no audio" in answer.json["error"]["message"]

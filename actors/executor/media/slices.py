@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-# Multiplications and additions between two points at which a product may stop: tens of milliseconds on two cores.
+# Multiplications and additions between two points at which a product may stop: 11 ms at the 380 GFLOP/s of two cores.
 PIECE_OPERATIONS = 4 * 2**30
 
 
