@@ -171,8 +171,8 @@ class GgufCheckpoint:
         self, kinds: set[str], parts: Sequence[Affine], parameter: Parameter
     ) -> IntegerWeight:
         """Concatenate parts to one weight, of eight bits if the formats of the types differ."""
-        formats = {FORMATS.get(kind, "int8") for kind in kinds}
-        fmt = formats.pop() if len(formats) == 1 else "int8"
+        formats: set[Format] = {FORMATS.get(kind, "int8") for kind in kinds}
+        fmt: Format = formats.pop() if len(formats) == 1 else "int8"
         whole = stacked([centred(part, CENTRES[fmt]) for part in parts])
         if (order := self._value_columns(parameter.sources[0][0])) is not None:
             whole = _with_columns(whole, order, self._config["linear_value_head_dim"])
@@ -345,7 +345,8 @@ def reordered(affine: Affine, order: Tensor) -> Affine:
     """Return the outputs of a matrix in another order."""
     q_OI, scales_OG, minima_OG, blocks = affine
     if blocks is not None:
-        blocks = ScaleBlocks(*(None if x is None else x[order] for x in blocks))
+        minima = [None if x is None else x[order] for x in blocks[2:]]
+        blocks = ScaleBlocks(blocks.scales_OG[order], blocks.scale_factors_OB[order], *minima)
     minima_OG = None if minima_OG is None else minima_OG[order]
     return Affine(q_OI[order], scales_OG[order], minima_OG, blocks)
 
@@ -385,5 +386,11 @@ def _stacked_blocks(blocks: Sequence[ScaleBlocks | None]) -> ScaleBlocks | None:
     forms = {(each.scales_OG.shape[1], each.minima_OG is None) for each in found}
     if len(found) < len(blocks) or len(forms) > 1:
         return None
-    columns = zip(*found, strict=True)
-    return ScaleBlocks(*(None if column[0] is None else torch.cat(column) for column in columns))
+    minima = [each.minima_OG for each in found if each.minima_OG is not None]
+    factors = [each.minimum_factors_OB for each in found if each.minimum_factors_OB is not None]
+    return ScaleBlocks(
+        torch.cat([each.scales_OG for each in found]),
+        torch.cat([each.scale_factors_OB for each in found]),
+        torch.cat(minima) if minima else None,
+        torch.cat(factors) if factors else None,
+    )

@@ -82,7 +82,8 @@ class IntegerLinear(LinearMethod):
         bias_O: Tensor | None,
         order_I: Tensor | None = None,
     ) -> None:
-        self.shape, self.num_groups, self.unit = shape, num_groups, unit
+        self.shape, self.num_groups = shape, num_groups
+        self.unit: Unit = unit
         self.bias, self.order = bias_O, order_I
         self.weight, self.scales, self.zeros, self.minima, *_ = packed
         # Options of the kernels.
