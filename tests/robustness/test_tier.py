@@ -149,8 +149,10 @@ def test_files_may_vanish_and_change_while_in_use(copied, expected):
         for number in range(6):
             files = files_of(copied)
             for place, path in enumerate(files):
-                if (place + number) % 3:
-                    damage(path, place + number, files[place - 1])
+                # The thread may remove a file at the same time.
+                with suppress(FileNotFoundError):
+                    if (place + number) % 3:
+                        damage(path, place + number, files[place - 1])
             assert llm.reset_prefix_cache()
             assert answers(llm)[0] == expected
 
