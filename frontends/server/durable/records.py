@@ -20,19 +20,31 @@ class Admitted(msgspec.Struct, frozen=True):
     Attributes:
         owner: the SHA-256 of its API key; empty on a server without keys.
         request: what its API needs to begin it again.
+        route: the path of its API; empty for a background response.
+        key: the SHA-256 of its `Idempotency-Key`; empty without one.
+        digest: the SHA-256 of its path and body.
+        model: the fingerprint of the model that has begun it.
+        at: seconds of the wall clock.
     """
 
     id: str
     owner: bytes
     request: bytes
+    route: str = ""
+    key: bytes = b""
+    digest: bytes = b""
+    model: bytes = b""
+    at: float = 0.0
 
 
 class Tokens(msgspec.Struct, frozen=True):
     """Some tokens of the answer, written before they are sent.
 
     Attributes:
-        position: the number of tokens before them.
-        prompt, prompt_token_ids, num_cached: given with the first tokens only.
+        position: the number of tokens of this choice before them.
+        prompt, prompt_token_ids, num_cached, media: given with the first tokens of a choice only.
+        choice: the place among all choices of the answer.
+        media: the places of images and sounds in the prompt.
     """
 
     id: str
@@ -44,6 +56,8 @@ class Tokens(msgspec.Struct, frozen=True):
     prompt: str | None = None
     prompt_token_ids: list[int] = []
     num_cached: int | None = None
+    choice: int = 0
+    media: dict[str, list[tuple[int, int]]] | None = None
 
 
 class StreamEnded(msgspec.Struct, frozen=True):
@@ -94,22 +108,20 @@ class StreamRecord(msgspec.Struct):
     """The records of one stream.
 
     Attributes:
-        tokens: its token records, joined without a gap.
+        tokens: its token records in the order of writing; those of each choice join without a gap.
     """
 
     admitted: Admitted
     tokens: list[Tokens] = []
     ended: StreamEnded | None = None
+    # The known tokens of each choice, and the choices whose last token is known.
+    counts: dict[int, int] = {}
+    finished: set[int] = set()
 
     @property
     def num_tokens(self) -> int:
-        """Count the known tokens before the first gap."""
-        return self.tokens[-1].position + len(self.tokens[-1].token_ids) if self.tokens else 0
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the last token of the answer is known."""
-        return bool(self.tokens) and self.tokens[-1].finish_reason is not None
+        """Count the known tokens of all choices."""
+        return sum(self.counts.values())
 
     def records(self) -> list[Record]:
         """List the records from which this stream is found again."""
@@ -118,9 +130,15 @@ class StreamRecord(msgspec.Struct):
 
     def add(self, tokens: Tokens) -> None:
         """Take tokens that join on.  Others are copies, or follow a gap."""
-        joins_on = tokens.position == self.num_tokens and not self.is_finished
-        if joins_on and (self.tokens or tokens.prompt_token_ids):
+        choice = tokens.choice
+        num_known = self.counts.get(choice, 0)
+        joins_on = tokens.position == num_known and choice not in self.finished
+        # An end without tokens may come first, so the first record is known by its prompt.
+        if joins_on and (choice in self.counts or tokens.prompt_token_ids):
             self.tokens.append(tokens)
+            self.counts[choice] = num_known + len(tokens.token_ids)
+            if tokens.finish_reason is not None:
+                self.finished.add(choice)
 
 
 def join(streams: dict[str, StreamRecord], record: Record) -> None:

@@ -6,10 +6,10 @@ application renders it as the reply, or as the last event of a started stream.
 """
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import anyio.lowlevel
 import msgspec
@@ -25,18 +25,21 @@ from trouper.frontends.server.generation.adapter import (
     ServedModel,
     StreamEvent,
 )
-from trouper.frontends.server.generation.beams import Make, beam_outputs
+from trouper.frontends.server.generation.beams import beam_outputs
 from trouper.frontends.server.generation.parsers import End, ParserChain, Part, texts_of
 from trouper.frontends.server.generation.streams import (
+    Consume,
     final_outputs,
     open_generations,
     read_each,
 )
+from trouper.frontends.server.generation.token_keeper import joined
 from trouper.frontends.server.http.context import TEXT, RequestContext
 from trouper.frontends.server.http.headers import REQUEST_HEADER, load_report, read_placement
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.usage import CachedTokens, ReasoningUsage, Usage
 from trouper.outputs import CompletionOutput, RequestOutput
+from trouper.params import SamplingParams
 
 if TYPE_CHECKING:
     from trouper.actors.engine.generation import Generation
@@ -83,11 +86,17 @@ def prepare(
     if lora_request is not None:
         parsed.set_options(lora_request=lora_request)
     context.name_by(request.request_id)
-    head = ReplyHead(
-        context.request_id, context.id, int(time.time()) if created is None else created
-    )
+    request_id = context.request_id
+    if context.durable is not None:
+        # The id of a durable answer finds it later, so a client cannot choose it.
+        created, request_id = context.durable.created, context.id
+    created = int(time.time()) if created is None else created
+    head = ReplyHead(request_id, context.id, created)
     adapter = api(request, parsed, model, head)
-    return Driver(service, context, parsed, adapter, model.cache_block_size)
+    driver = Driver(service, context, parsed, adapter, model.cache_block_size)
+    if context.durable is not None:
+        context.durable.attach(driver)
+    return driver
 
 
 @contextmanager
@@ -155,23 +164,46 @@ class UsageCounter:
         return usage
 
 
+class MakeResumed(Protocol):
+    """`Make`, with the tokens of an answer that goes on."""
+
+    def __call__(
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        name: str,
+        is_raw: bool,
+        resumed: tuple[int, ...] = (),
+        /,
+    ) -> "Generation[RequestOutput]": ...
+
+
 class OutputKeeper(Protocol):
-    """Keeps the outputs of a request whose answer outlives the server."""
+    """Keeps the outputs of a request whose answer outlives its connection, and perhaps the server."""
 
     @property
-    def known(self) -> Sequence[RequestOutput]:
-        """The outputs that an earlier process has kept, with one token each."""
+    def known(self) -> Sequence[tuple[int, RequestOutput]]:
+        """The outputs that an earlier process has kept, with one token each, behind the numbers of their prompts."""
         ...
 
-    def whole(self) -> RequestOutput | None:
-        """Return the complete output, if an earlier process has kept it."""
+    @property
+    def is_whole(self) -> bool:
+        """Whether all choices have ended."""
         ...
 
-    async def keep(self, output: RequestOutput) -> Sequence[RequestOutput]:
-        """Keep an output, and return it as one output for each token.
+    def open_choices(self) -> Mapping[int, tuple[int, ...]]:
+        """Return the choices that have not ended, with the tokens that are known."""
+        ...
+
+    async def keep(self, i: int, output: RequestOutput) -> Sequence[RequestOutput]:
+        """Keep an output of prompt `i`, and return it as one output for each token.
 
         Events then depend on the tokens only, and not on how fast they were read.
         """
+        ...
+
+    def note_shown(self, i: int, output: RequestOutput) -> None:
+        """Note that the events of this output come next."""
         ...
 
 
@@ -205,12 +237,20 @@ class Driver(Generic[A]):
         self._has_begun = False
         # Set before the start, for an answer that outlives the server.
         self.keeper: OutputKeeper | None = None
+        # Is awaited before anything is generated.
+        self.on_start: Callable[[], Awaitable[None]] | None = None
+        # The difference between the seeds of two prompts.
+        self.seed_step = 0
+        # The prompt and the choice of each generation, where an answer goes on.
+        self._resumed: list[tuple[int, int]] | None = None
 
     async def answer(self, on_complete: Callable[[], None] | None = None) -> None:
         """Send the reply.  `on_complete` is called when the reply is complete but not yet sent entirely.
 
         A disconnected client cancels the handler's task, and with it the requests in the engine.
         """
+        if self.on_start is not None:
+            await self.on_start()
         if self.parsed.is_stream:
             await self._send_stream(on_complete)
         else:
@@ -243,23 +283,24 @@ class Driver(Generic[A]):
         service, context, parsed = self._service, self._context, self.parsed
         if parsed.beams is not None:
             return await beam_outputs(service, context, parsed, self._make())
-        keeper = self.keeper
-        known = None if keeper is None else keeper.whole()
-        if known is not None:
-            return [known]
-        outputs = await final_outputs(service, context, self._generations(), parsed.places)
-        if keeper is not None:
-            await keeper.keep(outputs[0])
-        return outputs
+        if self.keeper is None:
+            return await final_outputs(service, context, self._generations(), parsed.places)
+        parts = list(self.keeper.known)
+
+        async def take(i: int, output: RequestOutput) -> None:
+            parts.append((i, output))
+
+        await self._read_kept(self.keeper, take, anyio.lowlevel.checkpoint)
+        return joined(parts)
 
     async def _send_stream(self, on_complete: Callable[[], None] | None) -> None:
-        context = self._context
-        is_over = False
-        for output in () if self.keeper is None else self.keeper.known:
-            await self._send_output(0, output)
-            is_over = output.finished
-        if not is_over:
+        context, keeper = self._context, self.keeper
+        if keeper is None:
             await self._send_generated()
+        else:
+            for i, output in keeper.known:
+                await self._send_output(i, output)
+            await self._read_kept(keeper, self._send_output, context.start_events)
         events = self.adapter.end(self._counter.usage)
         if on_complete is not None:
             on_complete()
@@ -268,29 +309,60 @@ class Driver(Generic[A]):
         await context.end_events(self.adapter.STREAM_END)
 
     async def _send_generated(self) -> None:
-        context, parsed, keeper = self._context, self.parsed, self.keeper
+        context, parsed = self._context, self.parsed
         generations = self._generations()
         async with open_generations(
             self._service, context, generations, parsed.places, context.start_events
         ) as opened:
             if len(opened) == 1:
                 async for output in opened[0]:
-                    for each in (output,) if keeper is None else await keeper.keep(output):
-                        await self._send_output(0, each)
+                    await self._send_output(0, output)
             else:
                 await read_each(opened, self._send_output)
+
+    async def _read_kept(
+        self, keeper: OutputKeeper, consume: Consume, begin: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Generate what is not known yet, and hand on each token when it is kept."""
+        if keeper.is_whole:
+            return
+        parsed = self.parsed
+        is_resumed = bool(keeper.known)
+        generations = self._rest(keeper) if is_resumed else self._generations()
+        places = parsed.places
+        if self._resumed is not None:
+            places = [places[i] for i, _ in self._resumed]
+
+        async def take(number: int, output: RequestOutput) -> None:
+            i = number
+            if self._resumed is not None:
+                i, output.outputs[0].index = self._resumed[number]
+            for each in await keeper.keep(i, output):
+                await consume(i, each)
+
+        async with open_generations(
+            self._service, self._context, generations, places, begin
+        ) as opened:
+            if len(opened) == 1:
+                async for output in opened[0]:
+                    await take(0, output)
+            else:
+                await read_each(opened, take)
 
     async def _send_output(self, i: int, output: RequestOutput) -> None:
         updates = await self._updates(i, output)
         usage = self._counter.usage if self.parsed.shows_usage else None
-        events: list[StreamEvent] = []
-        if not self._has_begun:
-            self._has_begun = True
-            events += self.adapter.begin(output, usage)
-        for update in updates:
-            events += self.adapter.render(update, usage)
         if not self._context.has_started:
             await self._context.start_events()
+        if not self._has_begun:
+            self._has_begun = True
+            await self._send_all(self.adapter.begin(output, usage))
+        if self.keeper is not None:
+            self.keeper.note_shown(i, output)
+        for update in updates:
+            await self._send_all(self.adapter.render(update, usage))
+
+    async def _send_all(self, events: Iterable[StreamEvent]) -> None:
         for event in events:
             await self._context.send_event(event.content, event.name)
 
@@ -343,10 +415,39 @@ class Driver(Generic[A]):
         """
         make, parsed = self._make(), self.parsed
         return (
-            make(prompt, parsed.params, str(i), True) for i, prompt in enumerate(parsed.prompts)
+            make(prompt, self._params_of(i), str(i), True)
+            for i, prompt in enumerate(parsed.prompts)
         )
 
-    def _make(self) -> Make:
+    def _params_of(self, i: int, index: int = 0, n: int | None = None) -> SamplingParams:
+        """Return the parameters of prompt `i`, or with `n` those of its choice `index` only."""
+        params, step = self.parsed.params, i * self.seed_step + index
+        if not step and n is None:
+            return params
+        changed = params.clone()
+        changed.n = params.n if n is None else n
+        # Choice i of the engine has the seed of the first one plus i.
+        changed.seed = None if params.seed is None else params.seed + step
+        return changed
+
+    def _rest(self, keeper: OutputKeeper) -> "list[Generation[RequestOutput]]":
+        """Make one engine request for each choice that has not ended, behind its known tokens.
+
+        Raises:
+            HTTPError: the limits leave too little room for this request.
+        """
+        make, n = self._make(), self.parsed.params.n
+        self._resumed = []
+        generations: list[Generation[RequestOutput]] = []
+        for choice, token_ids in keeper.open_choices().items():
+            i, index = divmod(choice, n)
+            self._resumed.append((i, index))
+            params = self._params_of(i, index, 1)
+            name = f"{i}-{index}"
+            generations.append(make(self.parsed.prompts[i], params, name, True, token_ids))
+        return generations
+
+    def _make(self) -> "MakeResumed":
         """Return the function that makes engine requests, with ids that no client can choose.
 
         Raises:
@@ -370,9 +471,20 @@ class Driver(Generic[A]):
         )
         # Only a beam search continues prompts that are already rendered.
         rendered = options if parsed.beams is None else options.without_tokenization()
-        return lambda prompt, params, name, is_raw: engine.generate(
-            prompt, params, f"{context.id}-{name}", options if is_raw else rendered
-        )
+
+        def make(
+            prompt: Any,
+            params: SamplingParams,
+            name: str,
+            is_raw: bool,
+            resumed: tuple[int, ...] = (),
+        ) -> "Generation[RequestOutput]":
+            chosen = options if is_raw else rendered
+            if resumed:
+                chosen = msgspec.structs.replace(chosen, resumed_token_ids=resumed)
+            return engine.generate(prompt, params, f"{context.id}-{name}", chosen)
+
+        return make
 
 
 def _end_of(completion: CompletionOutput) -> End:

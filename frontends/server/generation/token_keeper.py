@@ -5,7 +5,7 @@ it would differ from run to run, and so would the positions that clients remembe
 after some tokens depends on these tokens only.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -34,7 +34,7 @@ class TokenSplitter:
         (completion,) = output.outputs
         ids, logprobs = completion.token_ids, completion.logprobs
         if not ids:
-            rest = self._text.push((), is_last=output.finished)
+            rest = self._text.push((), is_last=completion.finish_reason is not None)
             return [_with(output, completion, completion.token_ids, rest.text, is_last=True)]
         found: list[RequestOutput] = []
         for i, token in enumerate(ids):
@@ -73,6 +73,10 @@ class TokenKeeper:
     Args:
         id: of the stream in the journal.
         record: what an earlier process has kept.
+        note: is called with a choice and its new tokens before the events of these tokens.
+
+    The scores of a prompt are not kept, so an answer that shows them is generated again from its beginning: with the same seed, the
+    tokens are the same.
     """
 
     def __init__(
@@ -82,44 +86,59 @@ class TokenKeeper:
         parsed: ParsedRequest,
         tokenizer: TokenDecoder | None,
         record: StreamRecord | None = None,
+        note: Callable[[int, int], None] | None = None,
     ) -> None:
         self._journal, self._id, self._parsed, self._tokenizer = journal, id, parsed, tokenizer
-        self._splitter: TokenSplitter | None = None
-        self._num_tokens = 0
-        self.known: list[RequestOutput] = []
-        kept = [] if record is None else record.tokens
-        for tokens in kept:
-            output = _output_of(id, tokens, kept[0])
-            self._num_tokens += len(tokens.token_ids)
-            self.known += self._split(output)
+        self._note = note
+        self._is_kept = parsed.params.prompt_logprobs is None
+        self._n = parsed.params.n
+        self._splitters: dict[int, TokenSplitter] = {}
+        # The tokens so far, by choice, and the choices that have ended.
+        self._ids: dict[int, list[int]] = {}
+        self._ended: set[int] = set()
+        # What the first process has found in its cache, by prompt.
+        self._num_cached: dict[int, int | None] = {}
+        self._firsts: dict[int, Tokens] = {}
+        self.known: list[tuple[int, RequestOutput]] = []
+        for tokens in [] if record is None or not self._is_kept else record.tokens:
+            output = self._output_of(tokens)
+            i = tokens.choice // self._n
+            self._num_cached.setdefault(i, output.num_cached_tokens)
+            self.known += [(i, part) for part in self._split(i, output)]
 
     @property
-    def known_token_ids(self) -> tuple[int, ...]:
-        """Return the tokens that an earlier process has kept."""
-        return tuple(token for output in self.known for token in output.outputs[0].token_ids)
+    def is_whole(self) -> bool:
+        """Whether all choices have ended."""
+        return len(self._ended) == self._parsed.num_choices
 
-    def whole(self) -> RequestOutput | None:
-        """Return the complete output, if an earlier process has kept it."""
-        if not self.known or not self.known[-1].finished:
-            return None
-        parts = [output.outputs[0] for output in self.known]
-        logprobs = [each for part in parts for each in part.logprobs or ()]
-        completion = msgspec.structs.replace(
-            parts[-1],
-            text="".join(part.text for part in parts),
-            token_ids=list(self.known_token_ids),
-            logprobs=logprobs or None,
-        )
-        return msgspec.structs.replace(self.known[-1], outputs=[completion])
+    def open_choices(self) -> Mapping[int, tuple[int, ...]]:
+        """Return the choices that have not ended, with the tokens that are known."""
+        choices = range(self._parsed.num_choices)
+        return {c: tuple(self._ids.get(c, ())) for c in choices if c not in self._ended}
 
-    async def keep(self, output: RequestOutput) -> Sequence[RequestOutput]:
-        """Write an output, and return it as one output for each token."""
-        parts = self._split(output)
-        completion = output.outputs[0]
-        is_first = self._num_tokens == 0
-        tokens = Tokens(
+    def note_shown(self, i: int, output: RequestOutput) -> None:
+        """Note that the events of this output come next."""
+        if self._note is not None:
+            for completion in output.outputs:
+                self._note(i * self._n + completion.index, len(completion.token_ids))
+
+    async def keep(self, i: int, output: RequestOutput) -> Sequence[RequestOutput]:
+        """Write an output of prompt `i`, and return it as one output for each token."""
+        if i in self._num_cached:
+            output.num_cached_tokens = self._num_cached[i]
+        records = [self._record_of(i, output, completion) for completion in output.outputs]
+        parts = self._split(i, output)
+        if self._is_kept:
+            await self._journal.write(*records)
+        return parts
+
+    def _record_of(self, i: int, output: RequestOutput, completion: CompletionOutput) -> Tokens:
+        choice = i * self._n + completion.index
+        position, is_first = len(self._ids.get(choice, ())), choice not in self._ids
+        places = (output.multi_modal_placeholders or {}) if is_first else {}
+        return Tokens(
             self._id,
-            self._num_tokens,
+            position,
             completion.token_ids,
             completion.logprobs,
             completion.finish_reason,
@@ -127,37 +146,79 @@ class TokenKeeper:
             output.prompt if is_first else None,
             output.prompt_token_ids if is_first else [],
             output.num_cached_tokens if is_first else None,
+            choice,
+            {name: [(a, b) for a, b in each] for name, each in places.items()} or None,
         )
-        self._num_tokens += len(completion.token_ids)
-        await self._journal.write(tokens)
+
+    def _output_of(self, tokens: Tokens) -> RequestOutput:
+        """Return the output from which a record was made."""
+        choice = tokens.choice
+        completion = CompletionOutput(
+            index=choice % self._n,
+            text="",
+            token_ids=tokens.token_ids,
+            logprobs=tokens.logprobs,
+            finish_reason=tokens.finish_reason,  # type: ignore[arg-type]
+            stop_reason=tokens.stop_reason,
+        )
+        first = self._firsts.setdefault(choice, tokens)
+        return RequestOutput(
+            request_id=self._id,
+            prompt=first.prompt,
+            prompt_token_ids=first.prompt_token_ids,
+            prompt_logprobs=None,
+            outputs=[completion],
+            finished=tokens.finish_reason is not None,
+            num_cached_tokens=first.num_cached,
+            multi_modal_placeholders=first.media,  # type: ignore[arg-type]  # a list for a sequence
+        )
+
+    def _split(self, i: int, output: RequestOutput) -> list[RequestOutput]:
+        """Divide an output into the tokens of its choices, and remember them."""
+        parts: list[RequestOutput] = []
+        for completion in output.outputs:
+            choice = i * self._n + completion.index
+            splitter = self._splitters.get(choice)
+            if splitter is None:
+                splitter = self._splitters[choice] = TokenSplitter(self._open_text(output))
+            is_last = completion is output.outputs[-1]
+            one = msgspec.structs.replace(
+                output, outputs=[completion], finished=output.finished and is_last
+            )
+            parts += splitter.split(one)
+            self._ids.setdefault(choice, []).extend(completion.token_ids)
+            if completion.finish_reason is not None:
+                self._ended.add(choice)
         return parts
 
-    def _split(self, output: RequestOutput) -> list[RequestOutput]:
-        if self._splitter is None:
-            visible = self._parsed.options.visible
-            make: Callable[[], VisibleText] | None = None
-            if visible is not None:
-                make = partial(visible, output.prompt, output.prompt_token_ids)
-            text = open_text(self._tokenizer, self._parsed.params, output.prompt_token_ids, make)
-            self._splitter = TokenSplitter(text)
-        return self._splitter.split(output)
+    def _open_text(self, output: RequestOutput) -> TextState | VisibleStops:
+        visible = self._parsed.options.visible
+        make: Callable[[], VisibleText] | None = None
+        if visible is not None:
+            make = partial(visible, output.prompt, output.prompt_token_ids)
+        return open_text(self._tokenizer, self._parsed.params, output.prompt_token_ids, make)
 
 
-def _output_of(id: str, tokens: Tokens, first: Tokens) -> RequestOutput:
-    completion = CompletionOutput(
-        index=0,
-        text="",
-        token_ids=tokens.token_ids,
-        logprobs=tokens.logprobs,
-        finish_reason=tokens.finish_reason,  # type: ignore[arg-type]
-        stop_reason=tokens.stop_reason,
-    )
-    return RequestOutput(
-        request_id=id,
-        prompt=first.prompt,
-        prompt_token_ids=first.prompt_token_ids,
-        prompt_logprobs=None,
-        outputs=[completion],
-        finished=tokens.finish_reason is not None,
-        num_cached_tokens=first.num_cached,
+def joined(parts: Sequence[tuple[int, RequestOutput]]) -> list[RequestOutput]:
+    """Join the tokens of all choices to one complete output for each prompt."""
+    found: dict[int, RequestOutput] = {}
+    pieces: dict[tuple[int, int], list[CompletionOutput]] = {}
+    for i, output in parts:
+        found.setdefault(i, output)
+        for completion in output.outputs:
+            pieces.setdefault((i, completion.index), []).append(completion)
+    for i, output in found.items():
+        of_prompt = [each for (prompt, _), each in sorted(pieces.items()) if prompt == i]
+        completions = [_whole(each) for each in of_prompt]
+        found[i] = msgspec.structs.replace(output, outputs=completions, finished=True)
+    return [found[i] for i in sorted(found)]
+
+
+def _whole(pieces: Sequence[CompletionOutput]) -> CompletionOutput:
+    logprobs = [each for piece in pieces for each in piece.logprobs or ()]
+    return msgspec.structs.replace(
+        pieces[-1],
+        text="".join(piece.text for piece in pieces),
+        token_ids=[token for piece in pieces for token in piece.token_ids],
+        logprobs=logprobs or None,
     )

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from copy import copy
 from secrets import token_hex
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import parse_qs
 
 import anyio
@@ -48,6 +48,17 @@ def event_frame(content: object, name: str | None = None) -> bytes:
     """
     head = b"" if name is None else b"event: %b\n" % name.encode()
     return b"%bdata: %b\n\n" % (head, encode(content))
+
+
+class DurableAnswer(Protocol):
+    """Keeps the answer to a request in the journal."""
+
+    # Seconds of the wall clock at which the request was first accepted.
+    created: int
+
+    def attach(self, driver: Any) -> None:
+        """Let the driver of the request keep its tokens."""
+        ...
 
 
 class RequestContext:
@@ -104,6 +115,12 @@ class RequestContext:
         )
         self.num_body_bytes = 0
         self.own_headers: Headers = ()  # with every answer
+        # Keeps the answer if it outlives the connection.
+        self.durable: DurableAnswer | None = None
+        # The digests of the `Idempotency-Key` and of the body, if both are to be kept.
+        self.repeat_key = self.repeat_digest = b""
+        # The background response that this request repeats.
+        self.repeated: str | None = None
         self._query: bytes = scope.get("query_string", b"")
         self._raw_path: bytes = scope.get("raw_path") or path.encode(errors="replace")
         self._receive = receive

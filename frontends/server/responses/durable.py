@@ -22,6 +22,7 @@ from trouper.frontends.server.service.response_store import StoredResponse
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import unavailable
 from trouper.frontends.server.shared.keys import tenant_of
+from trouper.params import RequestOutputKind
 
 logger = logging.getLogger(__name__)
 LOST = "stream_lost: the server was started again with another model, so this answer cannot go on"
@@ -87,7 +88,7 @@ def keep_tokens(
     assert service.journal is not None
     keeper = TokenKeeper(service.journal, name, driver.parsed, service.engine.tokenizer, record)
     driver.keeper = keeper
-    driver.parsed.set_options(resumed_token_ids=keeper.known_token_ids)
+    driver.parsed.params.output_kind = RequestOutputKind.DELTA
 
 
 def resume_responses(service: Service) -> None:
