@@ -1,22 +1,16 @@
 """Background responses that go on in a later server: the same events, for the same client, whatever the disk has lost."""
 
 import random
-from contextlib import asynccontextmanager
 
 import anyio
 import anyio.lowlevel
 import msgspec
 import pytest
 
-from trouper.frontends.server.asgi.app import create_app
 from trouper.frontends.server.durable import journal
-from trouper.frontends.server.durable.journal import Journal
-from trouper.frontends.server.durable.segments import Segments
-from trouper.frontends.server.responses.durable import resume_responses
-from trouper.frontends.server.shared.settings import ServerSettings
 
-from .client import Client
-from .test_journal import MODEL, SimulatedDisk
+from .lives import lives_on, until
+from .test_journal import SimulatedDisk
 from .test_response_streams import GREEDY, KEYS, PATH
 from .test_responses import named_events
 
@@ -32,35 +26,7 @@ def disk():
 
 @pytest.fixture
 def life(engine, disk):
-    """`async with life() as client`: one server with a journal on `disk`."""
-
-    @asynccontextmanager
-    async def life(model=MODEL, *, max_bytes=2**24, **settings):
-        dice = random.Random(len(disk.files))
-        segments = Segments(disk, model, lambda: dice.randbytes(16), max_bytes=max_bytes)
-        segments.begin()
-        app = create_app(engine, ServerSettings(responses_store_bytes=2**20, **settings))
-        app.service.journal = Journal(segments, "off", retain_s=600)
-        client = Client(app)
-        client.service = app.service
-        async with anyio.create_task_group() as writers:
-            await writers.start(app.service.journal.run_writer)
-            async with anyio.create_task_group() as tasks:
-                await tasks.start(app.service.background.run_tasks)
-                resume_responses(app.service)
-                yield client
-                tasks.cancel_scope.cancel()
-            writers.cancel_scope.cancel()
-        assert app.service.gate.admission.num_requests == 0
-
-    return life
-
-
-async def until(holds):
-    """Wait for what gives no sign when it happens."""
-    with anyio.fail_after(30):
-        while not holds():  # noqa: ASYNC110
-            await anyio.sleep(0.001)
+    return lives_on(engine, disk)
 
 
 async def ended(client, name):

@@ -373,12 +373,14 @@ def disk():
     return SimulatedDisk(random.Random(0), full_rate=0, error_rate=0)
 
 
-def test_streams_of_another_model_are_marked(disk):
+def test_stream_keeps_its_model_in_every_life(disk):
     first = segments_on(disk)
-    first.write([Admitted("a", b"key", b"{}"), Tokens("a", 0, [1, 2], prompt_token_ids=[3])])
-    again = segments_on(disk, bytes([1]) * 32)
-    assert again.foreign == {"a"}
-    assert again.streams["a"].num_tokens == 2
+    first.write([Admitted("a", b"key", b"{}", model=MODEL)])
+    first.write([Tokens("a", 0, [1, 2], prompt_token_ids=[3])])
+    for life in range(3):
+        again = segments_on(disk, bytes([life]) * 32)
+        assert again.streams["a"].admitted.model == MODEL
+        assert again.streams["a"].num_tokens == 2
 
 
 def test_end_of_a_stream_is_found_again(disk):

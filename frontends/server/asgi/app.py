@@ -18,7 +18,14 @@ from trouper.errors import EngineDeadError
 from trouper.frontends.server.admission.overload import Level
 from trouper.frontends.server.asgi.auth import Authenticator
 from trouper.frontends.server.asgi.routes import errors_at, path_of
-from trouper.frontends.server.http.body import ClientGone
+from trouper.frontends.server.durable.streams import DurableStream
+from trouper.frontends.server.generation.durable import (
+    DurableRequest,
+    attached,
+    read_durable,
+    started,
+)
+from trouper.frontends.server.http.body import Body, ClientGone
 from trouper.frontends.server.http.context import (
     Receive,
     RequestContext,
@@ -224,23 +231,39 @@ class App:
             if residency is not None:
                 service = (await choose_model(residency, context, route, None)).service
             return route, service, None
-        kind = (context.header(b"content-type") or b"").partition(b";")[0].strip().lower()
         memory = stack.enter_context(self.service.bodies.open())
         await context.read_body(self._settings, memory)
         body = memory.whole()
         if residency is not None:
             service = (await choose_model(residency, context, route, body)).service
+        durable = await read_durable(service, context, route, body)
+        if isinstance(durable, DurableStream) and durable.attach is None:
+            # It needs no place of its own.
+            memory.release()
+            return attached(route, durable), service, None
+        if isinstance(durable, DurableRequest):
+            # Parts of the decoded request refer to its body, and it may outlive the connection.
+            body = durable.body
         if route.generates or route.tokenizes:
             context.ticket = stack.enter_context(service.enter(context))
-        is_json = kind == b"application/json" or (
-            route.takes_any_type and context.header(b"origin") is None
-        )
-        if not is_json and (body or route.generates):
-            raise HTTPError(
-                400, "invalid_content_type", "the content type must be application/json"
-            )
+        self._check_type(context, route, body)
+        route, request = await self._decode(context, route, service, body, memory)
+        if durable is not None:
+            route = started(route, durable)
+        return route, service, request
+
+    async def _decode(
+        self,
+        context: RequestContext,
+        route: Route,
+        service: Service,
+        body: bytes | memoryview,
+        memory: Body,
+    ) -> tuple[Route, Any]:
+        """Return the route of a body, and the decoded request."""
+        assert route.body is not None
         if not body and route.access == "admin":
-            return route, service, route.body()  # all fields have defaults
+            return route, route.body()  # all fields have defaults
         if route.choose is not None:
             route = await anyio.to_thread.run_sync(
                 route.choose, service, body, limiter=service.threads
@@ -251,7 +274,18 @@ class App:
             memory.release()
         if decoded.unknown:
             context.own_headers += service.unknown.note(route.path, decoded.unknown)
-        return route, service, decoded.request
+        return route, decoded.request
+
+    def _check_type(self, context: RequestContext, route: Route, body: bytes | memoryview) -> None:
+        """Raise HTTPError (400) unless the body may be read as JSON."""
+        kind = (context.header(b"content-type") or b"").partition(b";")[0].strip().lower()
+        is_json = kind == b"application/json" or (
+            route.takes_any_type and context.header(b"origin") is None
+        )
+        if not is_json and (body or route.generates):
+            raise HTTPError(
+                400, "invalid_content_type", "the content type must be application/json"
+            )
 
     async def _read_form(
         self,

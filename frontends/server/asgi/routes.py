@@ -14,6 +14,12 @@ from trouper.frontends.server.anthropic.messages import (
     count_tokens,
     create_message,
 )
+from trouper.frontends.server.generation.durable import (
+    STREAMS,
+    delete_stream,
+    get_stream,
+    list_streams,
+)
 from trouper.frontends.server.http.route import Access, Handler, Route
 from trouper.frontends.server.ollama import routes as ollama
 from trouper.frontends.server.ollama.requests import (
@@ -100,11 +106,13 @@ PAGE = {
 }
 MODEL = f"{models.MODELS}{{id}}"
 RESPONSE = f"{RESPONSES}{{id}}"
+STREAM = f"{STREAMS}{{id}}"
+AFTER = {"starting_after": {"type": "string"}}
 GENERATING = (
-    ("/v1/completions", create_completion, CompletionRequest, CompletionReply),
-    ("/v1/chat/completions", create_chat, ChatRequest, ChatReply),
-    ("/infill", create_infill, InfillRequest, InfillReply),
-    ("/completion", create_llama_completion, LlamaCompletionRequest, LlamaCompletionReply),
+    ("/v1/completions", create_completion, CompletionRequest, CompletionReply, "cmpl-"),
+    ("/v1/chat/completions", create_chat, ChatRequest, ChatReply, "chatcmpl-"),
+    ("/infill", create_infill, InfillRequest, InfillReply, ""),
+    ("/completion", create_llama_completion, LlamaCompletionRequest, LlamaCompletionReply, ""),
 )
 OLLAMA_GENERATING = (
     ("chat", ollama.chat, OllamaChatRequest),
@@ -186,12 +194,12 @@ ROUTES = (
     Route("POST", "/models/unload", "admin", models.unload_model, UnloadModelRequest),
     Route("POST", "/models/reload", "admin", models.reload_models),
     *(
-        Route("POST", path, "user", handler, body, generates=True, reply=reply)
-        for path, handler, body, reply in GENERATING
+        Route("POST", path, "user", handler, body, generates=True, reply=reply, stream_prefix=prefix)
+        for path, handler, body, reply, prefix in GENERATING
     ),
     Route(
         "POST", "/v1/responses", "user", create_response, ResponsesRequest, generates=True,
-        errors=RESPONSES_ERRORS,
+        errors=RESPONSES_ERRORS, stream_prefix="resp_",
     ),
     Route(
         "POST", f"{RESPONSES}compact", "user", compact_response, CompactRequest, generates=True,
@@ -209,7 +217,7 @@ ROUTES = (
     Route("GET", f"{RESPONSE}/input_items", "user", list_input_items, query=PAGE),
     Route(
         "POST", "/v1/messages", "user", create_message, MessagesRequest, generates=True,
-        errors=ANTHROPIC_ERRORS,
+        errors=ANTHROPIC_ERRORS, stream_prefix="msg_",
     ),
     Route(
         "POST", "/v1/messages/count_tokens", "user", count_tokens, CountTokensRequest,
@@ -223,6 +231,9 @@ ROUTES = (
         "POST", "/invocations", "user", create_chat, InvocationKeys, generates=True,
         choose=choose_invoked,
     ),
+    Route("GET", "/v1/streams", "user", list_streams),
+    Route("GET", STREAM, "user", get_stream, query=AFTER, kind="events"),
+    Route("DELETE", STREAM, "user", delete_stream),
     Route("GET", "/tokenizer_info", "user", tokens.tokenizer_info),
     Route("POST", "/v1/embeddings", "user", routes.create_embedding, EmbeddingRequest, True, pools=True),
     Route("POST", "/pooling", "user", routes.create_pooling, PoolingRequest, True, pools=True),
@@ -323,6 +334,12 @@ def find(path: str) -> Mapping[str, Route]:
     return TABLE.get(path) or TABLE.get(_template(path), {})
 
 
+def durable_route(path: str) -> Route | None:
+    """Return the route of this path whose answers may be durable."""
+    route = TABLE.get(path, {}).get("POST")
+    return None if route is None or not route.stream_prefix else route
+
+
 def path_of(path: str) -> str | None:
     """Return the path of the table to which a path belongs, or None for an unknown one."""
     methods = find(path)
@@ -333,6 +350,8 @@ def _template(path: str) -> str:
     """Return the path of the table for a path with a variable part."""
     if path.startswith(models.MODELS) and path != models.MODELS:
         return MODEL
+    if path.startswith(STREAMS) and path != STREAMS:
+        return STREAM
     if path.startswith(ui.FOLDER):
         return ui.FILE
     if path.startswith("/slots/"):

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 MAGIC = b"TRJRNL\0\1"
 FRAME_MAGIC = 0x7254
+# The parts of a fingerprint have eight bytes each.
+PART_BYTES = 8
 ID_BYTES, FINGERPRINT_BYTES, SUM_BYTES = 16, 32, 8
 HEAD_BYTES = len(MAGIC) + ID_BYTES + FINGERPRINT_BYTES
 FRAME_HEAD = struct.Struct("<HBxIQ8s")

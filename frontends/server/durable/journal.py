@@ -6,7 +6,7 @@ disk.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -16,6 +16,7 @@ from anyio.abc import TaskStatus
 
 from trouper.frontends.server.durable.records import Gone, Record, StreamEnded, StreamRecord
 from trouper.frontends.server.durable.segments import JournalError, Segments
+from trouper.frontends.server.durable.streams import DurableStreams
 
 logger = logging.getLogger(__name__)
 SyncPolicy = Literal["off", "group", "step"]
@@ -35,10 +36,24 @@ class Journal:
     Args:
         segments: the files, which this object's writer uses from now on.
         retain_s: seconds for which a stream is kept after its end.
+        grace_s: seconds for which a stream without a reader goes on.
+        keeps_all: whether requests are durable without asking for it.
+        max_event_bytes: of the events of ended streams that stay in memory.
     """
 
-    def __init__(self, segments: Segments, policy: SyncPolicy, retain_s: float) -> None:
+    def __init__(
+        self,
+        segments: Segments,
+        policy: SyncPolicy,
+        retain_s: float,
+        *,
+        grace_s: float = 60.0,
+        keeps_all: bool = False,
+        max_event_bytes: int = 2**26,
+    ) -> None:
         self._segments, self._policy, self._retain_s = segments, policy, retain_s
+        self.grace_s, self.keeps_all = grace_s, keeps_all
+        self.streams = DurableStreams(max_event_bytes, retain_s)
         # One for each open durable request, because each waits for its record.  While the disk stalls, at most all their tokens.
         self._pending: list[Record] = []
         self._news, self._written = anyio.Event(), anyio.Event()
@@ -48,28 +63,66 @@ class Journal:
         self._is_unsynced = False
         # Whether the last write succeeded, and whether one takes too long at present.
         self._has_failed = self._is_behind = False
-        self._failed_s = 0.0
+        self._failed_s = self._waits_since = 0.0
         # The streams of earlier processes, until they are taken.
         self.recovered: dict[str, StreamRecord] = dict(segments.streams)
-        self.foreign = frozenset(segments.foreign)
 
     def __repr__(self) -> str:
         return f"<Journal {'working' if self.is_working else 'failed'}: {self._segments!r}>"
+
+    def take_recovered(self) -> tuple[dict[str, StreamRecord], dict[str, StreamRecord]]:
+        """Return the background responses and the streams of earlier processes, once."""
+        found, self.recovered = self.recovered, {}
+        if found:
+            logger.info("%d answers of an earlier server were found in the journal", len(found))
+        responses = {id: each for id, each in found.items() if not each.admitted.route}
+        return responses, {id: each for id, each in found.items() if id not in responses}
 
     @property
     def is_working(self) -> bool:
         """Whether records reach the folder at present."""
         return not (self._has_failed or self._is_behind)
 
+    @property
+    def fingerprint(self) -> bytes:
+        """The digest of everything that decides about tokens and texts."""
+        return self._segments.fingerprint
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the current file."""
+        return self._segments.num_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Return the bytes of all kept records."""
+        return self._segments.kept_bytes
+
+    @property
+    def errors(self) -> Mapping[tuple[str, str], int]:
+        """Count the errors of the disk, by what was done and by the error's name."""
+        return self._segments.errors
+
+    def behind_s(self) -> float:
+        """Return for how long the oldest record has waited for the disk."""
+        return time.monotonic() - self._waits_since if self._pending else 0.0
+
     def has_room(self, num_bytes: int) -> bool:
         """Return whether a stream of this size may be added."""
-        return self.is_working and self._segments.has_room(num_bytes)
+        has_room = self._segments.has_room(num_bytes) and self.streams.has_room()
+        return self.is_working and has_room
+
+    def record(self, id: str) -> StreamRecord | None:
+        """Return what is kept of an ended stream."""
+        return self._segments.streams.get(id)
 
     async def write(self, *records: Record) -> None:
         """Write records; call it before their contents are shown.
 
         It returns when they are written, or after a quarter of a second: a stalled disk delays durability, not tokens.
         """
+        if not self._pending:
+            self._waits_since = time.monotonic()
         self._pending += records
         written = self._written
         self._news.set()
@@ -86,7 +139,7 @@ class Journal:
         await self.write(StreamEnded(id, time.time(), failure))
 
     async def delete(self, id: str) -> None:
-        """Write that a stream was deleted, so that no later process finds it."""
+        """Write that a stream was deleted or has failed before its answer began, so that no later process finds it."""
         await self.write(Gone(id))
 
     async def run_writer(

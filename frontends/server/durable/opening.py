@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,14 +12,14 @@ from trouper.actors.rendering.prompts.prompts import template_text
 from trouper.config.engine_config import EngineConfig
 from trouper.errors import invalid
 from trouper.frontends.server.durable.disk import FolderDisk
+from trouper.frontends.server.durable.frames import PART_BYTES
 from trouper.frontends.server.durable.journal import Journal
 from trouper.frontends.server.durable.segments import JournalError, Segments
 from trouper.frontends.server.shared.settings import ServeSettings
 
-# Files of a model's folder that decide about prompts and texts.
-TEXT_FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja", "chat_template.json"
-)  # fmt: skip
+# Files of a model's folder that decide about token ids, and about the prompts of chats.
+TOKENIZER_FILES = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
+TEMPLATE_FILES = "chat_template.jinja", "chat_template.json"
 
 
 def open_journal(settings: ServeSettings, config: EngineConfig) -> Journal | None:
@@ -48,25 +49,49 @@ def open_journal(settings: ServeSettings, config: EngineConfig) -> Journal | Non
     except (JournalError, OSError) as error:
         disk.release()
         raise invalid("journal", f"cannot be written: {error}", settings.journal) from None
-    return Journal(segments, settings.journal_sync, settings.stream_retain_s)
+    journal = Journal(
+        segments,
+        settings.journal_sync,
+        settings.stream_retain_s,
+        grace_s=settings.stream_grace_s,
+        keeps_all=settings.durable_streams == "all",
+        max_event_bytes=settings.responses_store_bytes,
+    )
+    others = {s.admitted.model for s in segments.streams.values()} - {journal.fingerprint}
+    if settings.journal_strict and others:
+        disk.release()
+        text = "the folder keeps answers of another model; without this option they end with stream_lost"
+        raise invalid("journal_strict", text, settings.journal)
+    return journal
 
 
 def fingerprint(config: EngineConfig) -> bytes:
-    """Return a digest of everything that decides about tokens and texts: weights, number formats, tokenizer and template."""
-    found = hashlib.sha256()
-    facts = (
-        [(sample.num_bytes, sample.digest) for sample in sample_model(config)],
-        [
-            config.dtype,
-            config.quantization,
-            config.load_format,
-            template_text(config.chat_template),
-        ],
-        config.model.hf_config,
+    """Return digests of what decides about tokens and texts: weights, configuration, tokenizer and chat template.
+
+    Each takes eight bytes, so that the parts of two models can be compared: an accident is to be found, not an attack.
+    """
+    samples = [(sample.num_bytes, sample.digest) for sample in sample_model(config)]
+    formats = config.dtype, config.quantization, config.load_format, config.model.hf_config
+    template = template_text(config.chat_template)
+    parts = (
+        samples,
+        formats,
+        _files(config, TOKENIZER_FILES),
+        [template, *_files(config, TEMPLATE_FILES)],
     )
-    found.update(msgspec.json.encode(facts, order="deterministic", enc_hook=repr))
-    for name in TEXT_FILES:
-        file = Path(config.tokenizer or config.model.path) / name
-        if file.is_file():
-            found.update(name.encode() + hashlib.sha256(file.read_bytes()).digest())
-    return found.digest()
+    return b"".join(map(_digest, parts))
+
+
+def _files(config: EngineConfig, names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the digests of those files that the model has."""
+    files = [Path(config.tokenizer or config.model.path) / name for name in names]
+    return [
+        (file.name, hashlib.sha256(file.read_bytes()).hexdigest())
+        for file in files
+        if file.is_file()
+    ]
+
+
+def _digest(facts: object) -> bytes:
+    encoded = msgspec.json.encode(facts, order="deterministic", enc_hook=repr)
+    return hashlib.sha256(encoded).digest()[:PART_BYTES]

@@ -8,13 +8,14 @@ Laws:
 4. The bytes of all kept streams never exceed half of `max_bytes`, so that an old and a new segment fit together.
 """
 
+import errno
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from trouper.frontends.server.durable.disk import SUFFIX, Disk
 from trouper.frontends.server.durable.frames import (
     HEAD_BYTES,
     SegmentHead,
-    decode_head,
     encode_frame,
     encode_head,
     scan,
@@ -44,7 +45,7 @@ class Segments:
     """The journal of one process.  `streams` is everything that it keeps.
 
     Args:
-        fingerprint: names the model.  Streams of another one are found, but cannot be continued.
+        fingerprint: names the model, in the head of each segment.
         new_id: makes the random id of a segment.
         max_bytes: the most bytes in the folder.
         syncs: whether every write waits for the disk.
@@ -60,9 +61,10 @@ class Segments:
         syncs: bool = False,
     ) -> None:
         self.streams: dict[str, StreamRecord] = {}
-        # Streams that another model has begun.
-        self.foreign: set[str] = set()
-        self._disk, self._fingerprint, self._new_id = disk, fingerprint, new_id
+        self.fingerprint = fingerprint
+        # By what was done and by the error's name.
+        self.errors: Counter[tuple[str, str]] = Counter()
+        self._disk, self._new_id = disk, new_id
         self._max_bytes, self._syncs = max_bytes, syncs
         # The bytes of each kept stream, and of all.  Another thread may read the sum.
         self._sizes: dict[str, int] = {}
@@ -95,16 +97,11 @@ class Segments:
             JournalError: the new segment cannot be written.
             OSError: the folder cannot be read.
         """
-        found: list[tuple[SegmentHead, bytes]] = []
+        found: list[bytes] = []
         for name in self._disk.names():
-            data = self._disk.read(name)
-            head = decode_head(data)
-            if head is not None:
-                found.append((head, data))
+            found.append(self._disk.read(name))
             self._last = max(self._last, int(name.removesuffix(SUFFIX)))
-        self.streams = recover(scan(data) for _, data in found)
-        if any(head.fingerprint != self._fingerprint for head, _ in found):
-            self.foreign = set(self.streams)
+        self.streams = recover(map(scan, found))
         for id, stream in self.streams.items():
             self._sizes[id] = sum(_size(record) for record in stream.records())
         self.kept_bytes = sum(self._sizes.values())
@@ -127,7 +124,8 @@ class Segments:
             self._append(self._file, records)
             if self._syncs:
                 self._disk.sync(self._file)
-        except OSError:
+        except OSError as error:
+            self._count("write", error)
             self._abandon()
             self.rotate()
 
@@ -142,7 +140,8 @@ class Segments:
             return
         try:
             self._disk.sync(self._file)
-        except OSError:
+        except OSError as error:
+            self._count("sync", error)
             self._abandon()
             self.rotate()
 
@@ -160,12 +159,13 @@ class Segments:
             earlier = self._disk.names()
             file = self._disk.create(name)
             self._id, self._number, self._num_bytes = self._new_id(), 0, HEAD_BYTES
-            self._write_all(file, encode_head(SegmentHead(self._id, self._fingerprint)))
+            self._write_all(file, encode_head(SegmentHead(self._id, self.fingerprint)))
             repeated = [r for stream in self.streams.values() for r in stream.records()]
             self._append(file, [*repeated, Whole()])
             self._disk.sync(file)
             self._disk.sync_folder()
         except OSError as error:
+            self._count("rotate", error)
             if file is not None:
                 self._close(file)
             raise JournalError(str(error)) from error
@@ -190,7 +190,6 @@ class Segments:
         join(self.streams, record)
         if isinstance(record, Gone):
             self.kept_bytes -= self._sizes.pop(record.id, 0)
-            self.foreign.discard(record.id)
         elif not isinstance(record, Whole) and record.id in self.streams:
             size = _size(record)
             self._sizes[record.id] = self._sizes.get(record.id, 0) + size
@@ -209,6 +208,9 @@ class Segments:
         self._num_bytes += num_written
         if num_written != len(data):
             raise OSError("short write")
+
+    def _count(self, what: str, error: OSError) -> None:
+        self.errors[what, errno.errorcode.get(error.errno or 0, "short")] += 1
 
     def _abandon(self) -> None:
         file, self._file = self._file, None

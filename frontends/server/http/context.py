@@ -56,6 +56,15 @@ class DurableAnswer(Protocol):
     # Seconds of the wall clock at which the request was first accepted.
     created: int
 
+    @property
+    def pieces(self) -> Sequence[bytes]:
+        """The conversation that an earlier process has kept."""
+        ...
+
+    def keep_conversation(self, body: bytes, pieces: tuple[bytes, ...]) -> None:
+        """Keep a body with everything that it only names."""
+        ...
+
     def attach(self, driver: Any) -> None:
         """Let the driver of the request keep its tokens."""
         ...

@@ -25,6 +25,7 @@ class Route(msgspec.Struct, frozen=True):
         pools: whether the route needs a pooling model; it `generates`, too.
         tokenizes: whether the request is admitted although the engine does not work for it.
         reply: the type of the reply; None means any JSON object.
+        stream_prefix: of the ids of its replies; empty if its answers cannot be durable.
         choose: finds the route of a body, if one path takes the bodies of several routes.
     """
 
@@ -44,6 +45,7 @@ class Route(msgspec.Struct, frozen=True):
     # Chooses the route for a body, given the service and the body.
     choose: Callable[[Any, Any], "Route"] | None = None
     errors: ErrorForm = OPENAI_ERRORS
+    stream_prefix: str = ""
     # Whether a body of any content type is read as JSON.  A browser's page cannot post one: requests with an Origin are refused.
     takes_any_type: bool = False
     # Whether the body is a form with a file, multipart/form-data, instead of JSON.

@@ -21,6 +21,8 @@ from anyio.abc import TaskGroup, TaskStatus
 
 from trouper.errors import invalid
 from trouper.frontends.server.asgi.app import App
+from trouper.frontends.server.asgi.routes import durable_route
+from trouper.frontends.server.generation.durable import resume_streams
 from trouper.frontends.server.http.listeners import Listener, Shutdown
 from trouper.frontends.server.models.residency import Residency
 from trouper.frontends.server.program.monitor import Heap, watch
@@ -269,7 +271,7 @@ class Server:
                 await load_adapters(engine, self._service.settings.lora_modules)
                 self._heap.settle()
                 self._service.open(engine.engine)
-                resume_responses(self._service)
+                self._resume()
                 is_open = True
                 task_status.started(engine.engine)
                 await self._are_closed.wait()
@@ -279,11 +281,23 @@ class Server:
             if not is_open:
                 task_status.started(None)
 
+    def _resume(self) -> None:
+        """Go on with the answers of an earlier process, before any client is served."""
+        journal = self._service.journal
+        if journal is not None:
+            responses, streams = journal.take_recovered()
+            resume_responses(self._service, responses)
+            resume_streams(self._service, streams, durable_route)
+
     async def _run_background(self) -> None:
         """Run background work until the listeners close; after that no client can ask for its results."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._service.background.run_tasks, name="background work")
             await self._shutdown.closing.wait()
+            if self._service.journal is not None:
+                # Their clients are as good as those of other requests.  The rest goes on in a later process.
+                with anyio.move_on_after(max(0.0, self._shutdown_timeout_s - GRACE_S)):
+                    await self._service.journal.streams.wait_unread()
             tasks.cancel_scope.cancel()
 
     async def _watch_death(self) -> None:

@@ -1,5 +1,6 @@
 """Run a response in background, after its client has received its id."""
 
+import time
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -22,6 +23,7 @@ from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import MAX_MESSAGE, HTTPError, clean, describe, log
 
 JSONObject = dict[str, Any]
+MAX_DIGITS = 15
 CODES = {
     429: "rate_limit_exceeded"
 }  # OpenAI's types have only invalid_prompt for other errors of a request
@@ -82,6 +84,7 @@ class BackgroundResponse:
             # Not reached by a cancellation: a later process goes on, unless the client has asked for the end.
             if self._service.journal is not None and self.notes_end:
                 failure = b"" if self._failure is None else encode(self._failure)
+                self._service.journal.streams.note_end(self.name, time.time())
                 await self._service.journal.note_end(self.name, failure)
 
     async def _generate(self) -> None:
@@ -158,10 +161,25 @@ async def follow(service: Service, context: RequestContext, name: str, start: in
         raise HTTPError(400, "invalid_value", text, param="stream")
     await context.start_events()
     while frames := await log.read(start):
-        for frame in frames:
-            await context.send_frame(frame)
+        for number, frame in enumerate(frames, start):
+            await context.send_frame(b"id: %d\n%b" % (number, frame))
         start += len(frames)
     if log.is_dropped:
         text = "the events of this response were evicted; get the response by its id"
         raise HTTPError(404, "response_not_found", text)
     await context.end_events(ResponsesAdapter.STREAM_END)
+
+
+def wanted_event(context: RequestContext) -> int:
+    """Return the number of the event behind the last one that a client has, by the header that browsers send.
+
+    Raises:
+        HTTPError: it is no number.
+    """
+    last = context.header(b"last-event-id")
+    if not last:
+        return 0
+    if not (last.isdigit() and len(last) <= MAX_DIGITS):
+        text = "Last-Event-ID: must be the number of an event of this response"
+        raise HTTPError(400, "cursor_invalid", text, param="Last-Event-ID")
+    return int(last) + 1

@@ -2,6 +2,8 @@
 
 import logging
 import secrets
+import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -11,12 +13,14 @@ import msgspec
 
 from trouper.frontends.server.durable.journal import Journal
 from trouper.frontends.server.durable.records import Admitted, StreamRecord
+from trouper.frontends.server.durable.streams import DurableStream
 from trouper.frontends.server.generation.driver import Driver, prepare
+from trouper.frontends.server.generation.durable import lost, lost_reason
 from trouper.frontends.server.generation.token_keeper import TokenKeeper
 from trouper.frontends.server.http.context import Message, RequestContext
 from trouper.frontends.server.responses.adapter import ResponsesAdapter
-from trouper.frontends.server.responses.background import BackgroundResponse
-from trouper.frontends.server.responses.memory import decode_items, stored_response
+from trouper.frontends.server.responses.background import BackgroundResponse, follow, wanted_event
+from trouper.frontends.server.responses.memory import decode_items, find, stored_response
 from trouper.frontends.server.responses.turn import ResponsesRequest, ResponsesTurn
 from trouper.frontends.server.service.response_store import StoredResponse
 from trouper.frontends.server.service.service import Service
@@ -25,7 +29,6 @@ from trouper.frontends.server.shared.keys import tenant_of
 from trouper.params import RequestOutputKind
 
 logger = logging.getLogger(__name__)
-LOST = "stream_lost: the server was started again with another model, so this answer cannot go on"
 
 
 class SavedRequest(msgspec.Struct, frozen=True):
@@ -58,7 +61,12 @@ async def keep_request(
         msgspec.json.encode(turn.body), list(turn.pieces), context.id, context.client_id, created,
         context.cache_scope, context.timeout_s,
     )  # fmt: skip
-    record = Admitted(f"resp_{context.id}", context.key_digest, msgspec.msgpack.encode(saved))
+    stream = _listed(journal, f"resp_{context.id}", context.key_digest, context.repeat_key)
+    record = Admitted(
+        stream.id, stream.owner, msgspec.msgpack.encode(saved), "", stream.key,
+        context.repeat_digest, journal.fingerprint, stream.at,
+    )  # fmt: skip
+    stream.digest = record.digest
     if not journal.has_room(len(record.request)):
         text = (
             "the journal has no room or cannot be written; try again later, or without background"
@@ -69,6 +77,22 @@ async def keep_request(
         await journal.write(record)
     if not journal.is_working:
         raise unavailable("journal_unavailable", "the journal cannot be written; try again later")
+    journal.streams.add(stream)
+
+
+def _listed(journal: Journal, name: str, owner: bytes, key: bytes) -> DurableStream:
+    """Return the entry of a background response in the list of streams."""
+    stream = DurableStream(name, owner, "/v1/responses", key, b"", time.time())
+
+    async def attach(service: Service, context: RequestContext) -> None:
+        stored = find(service, context, name)
+        if service.responses.log(name) is None:
+            await context.send_body(stored.body)
+        else:
+            await follow(service, context, name, wanted_event(context))
+
+    stream.attach = attach
+    return stream
 
 
 def with_seed(body: ResponsesRequest) -> ResponsesRequest:
@@ -91,38 +115,40 @@ def keep_tokens(
     driver.parsed.params.output_kind = RequestOutputKind.DELTA
 
 
-def resume_responses(service: Service) -> None:
+def resume_responses(service: Service, records: dict[str, StreamRecord]) -> None:
     """Go on with all responses of an earlier process, in the order of their admission.
 
     Call it when the engine is loaded, before any client is served. One that cannot go on ends as failed.
     """
-    journal = service.journal
-    if journal is None:
-        return
-    recovered, journal.recovered = journal.recovered, {}
-    for name, record in recovered.items():
+    for name, record in records.items():
         try:
-            _resume(service, name, record, is_lost=name in journal.foreign)
+            _resume(service, name, record)
         except Exception as error:
             logger.warning("%s cannot go on: %s", name, error)
-    if recovered:
-        logger.info("%d responses of an earlier server were found in the journal", len(recovered))
 
 
-def _resume(service: Service, name: str, record: StreamRecord, *, is_lost: bool) -> None:
+def _resume(service: Service, name: str, record: StreamRecord) -> None:
     saved = msgspec.msgpack.decode(record.admitted.request, type=SavedRequest)
     tenant = tenant_of(service.settings, record.admitted.owner)
     if tenant is None:
         # Its key was removed, and no other key may find it.
         return
-    context, turn = _context(saved, tenant, record.admitted.owner), _turn(saved)
+    context = _context(saved, tenant, record.admitted.owner)
+    turn = kept_turn(msgspec.json.decode(saved.body, type=ResponsesRequest), saved.pieces)
+    assert service.journal is not None
+    stream = _listed(service.journal, name, record.admitted.owner, record.admitted.key)
+    stream.digest, stream.at = record.admitted.digest, record.admitted.at
+    service.journal.streams.add(stream)
+    if record.ended is not None:
+        stream.end(record.ended.at)
+    reason = lost_reason(record.admitted.model, service.journal.fingerprint)
     with ExitStack() as resources:
         driver = prepare(service, context, turn, ResponsesAdapter, saved.created)
         if record.ended is not None and record.ended.failure:
             _put_end(service, name, turn, tenant, msgspec.json.decode(record.ended.failure))
             return
-        if is_lost:
-            error = {"code": "server_error", "message": LOST}
+        if reason is not None:
+            error = {"code": "server_error", "message": str(lost(reason))}
             end = {**driver.adapter.response, "status": "failed", "error": error}
             _put_end(service, name, turn, tenant, end)
             return
@@ -141,11 +167,13 @@ def _put_end(
     service.responses.put(name, stored)
 
 
-def _turn(saved: SavedRequest) -> ResponsesTurn:
-    body = msgspec.json.decode(saved.body, type=ResponsesRequest)
-    history = [item for piece in saved.pieces[:-1] for item in decode_items(piece)]
-    turn = ResponsesTurn(body, None, history, is_stored=True)
-    turn.pieces = tuple(saved.pieces)
+def kept_turn(
+    request: ResponsesRequest, pieces: Sequence[bytes], *, is_stored: bool = True
+) -> ResponsesTurn:
+    """Return a request of an earlier process together with the conversation that it continues."""
+    history = [item for piece in pieces[:-1] for item in decode_items(piece)]
+    turn = ResponsesTurn(request, None, history, is_stored=is_stored)
+    turn.pieces = tuple(pieces)
     return turn
 
 

@@ -10,15 +10,27 @@ import msgspec
 
 from trouper.errors import invalid
 from trouper.frontends.server.generation.driver import client_names, prepare
+from trouper.frontends.server.generation.durable import follow_stream
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.decoding import TOOLS
 from trouper.frontends.server.models.residency import residency_of
 from trouper.frontends.server.responses.adapter import ResponsesAdapter
-from trouper.frontends.server.responses.background import BackgroundResponse, follow
-from trouper.frontends.server.responses.durable import keep_request, keep_tokens, with_seed
+from trouper.frontends.server.responses.background import (
+    MAX_DIGITS,
+    BackgroundResponse,
+    follow,
+    wanted_event,
+)
+from trouper.frontends.server.responses.durable import (
+    keep_request,
+    keep_tokens,
+    kept_turn,
+    with_seed,
+)
 from trouper.frontends.server.responses.input_items import Page, listed
 from trouper.frontends.server.responses.memory import (
     check_is_on,
+    encode,
     find,
     input_items,
     recall,
@@ -38,7 +50,6 @@ from trouper.frontends.server.shared.errors import (
 )
 
 JSONObject = dict[str, Any]
-MAX_DIGITS = 15
 RESPONSES = "/v1/responses/"  # an id follows, and perhaps what is to be done
 
 
@@ -49,7 +60,10 @@ async def create_response(
 
     Tools that only OpenAI's servers can run are left out and listed in a header.
     """
-    turn = await recall(service, context, request)
+    if context.repeated is not None:
+        await _repeat(service, context, request)
+        return
+    turn = await _recall(service, context, request)
     if left_out := turn.tools.left_out:
         context.own_headers += service.unknown.note(context.path, left_out, TOOLS)
     with client_names(partial(ResponsesAdapter.client_name, turn)):
@@ -70,11 +84,43 @@ async def create_response(
         await driver.answer(keep if turn.is_stored else None)
 
 
+async def _repeat(service: Service, context: RequestContext, request: ResponsesRequest) -> None:
+    """Answer a repeated request with the background response of the first one."""
+    assert context.repeated is not None
+    stored = find(service, context, context.repeated)
+    if request.stream:
+        await follow(service, context, context.repeated, wanted_event(context))
+    else:
+        await context.send_body(stored.body)
+
+
+async def _recall(
+    service: Service, context: RequestContext, request: ResponsesRequest
+) -> ResponsesTurn:
+    """Return the request with the conversation that it continues, which a durable one keeps."""
+    durable = context.durable
+    if durable is None:
+        return await recall(service, context, request)
+    if durable.pieces:
+        is_stored = service.responses.is_on and request.store is not False
+        return kept_turn(request, durable.pieces, is_stored=is_stored)
+    turn = await recall(service, context, request)
+    pieces = turn.pieces or (encode(turn.history), encode(turn.items))
+    durable.keep_conversation(msgspec.json.encode(turn.body), pieces)
+    return turn
+
+
 async def retrieve_response(service: Service, context: RequestContext, _: None) -> None:
     """Return a stored or running response, or its events if the query asks for them."""
     _check_found(service)
     start = _wanted_events(context.query())
     name = _name(context)
+    journal = service.journal
+    stream = None if journal is None else journal.streams.find(context.key_digest, name)
+    if start is not None and stream is not None and stream.attach is None:
+        # The number of an event is its place.
+        await follow_stream(service, context, stream, start)
+        return
     stored = find(service, context, name)
     if start is None:
         await context.send_body(stored.body)
@@ -105,6 +151,7 @@ async def delete_response(service: Service, context: RequestContext, _: None) ->
     service.responses.remove(name)
     service.background.cancel(name)
     if service.journal is not None:
+        service.journal.streams.remove(name)
         await service.journal.delete(name)
     await context.send_json({"id": name, "object": "response", "deleted": True})
 
@@ -128,6 +175,7 @@ async def cancel_response(service: Service, context: RequestContext, _: None) ->
         service.responses.put(name, ended)
         service.background.cancel(name)
         if service.journal is not None:
+            service.journal.streams.note_end(name, time.time())
             await service.journal.note_end(name, body)
     await context.send_json(response)
 

@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from trouper.actors.observability.replica_metrics import Distribution
 from trouper.frontends.server.admission.overload import Level
+from trouper.frontends.server.durable.journal import Journal
 
 GAP_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
@@ -55,6 +56,8 @@ class ServerMetrics(Collector):
         self._answers: Counter[tuple[str, int]] = Counter()
         self._tool_calls: Counter[tuple[str, str]] = Counter()
         self.prefix = ""  # of the metrics' names
+        # None without `--journal`.
+        self.journal: Journal | None = None
 
     def note_rejection(self, reason: str) -> None:
         self._rejections[reason] += 1
@@ -109,6 +112,8 @@ class ServerMetrics(Collector):
         for (dialect, outcome), count in self._tool_calls.items():
             calls.add_metric((dialect, outcome), count)
         yield calls
+        if self.journal is not None:
+            yield from self._of_journal(self.journal)
         yield GaugeMetricFamily(
             f"{self.prefix}:overload_level", "Overload: 0 calm … 4 aborting.", value=self.level
         )
@@ -129,3 +134,39 @@ class ServerMetrics(Collector):
             + [("+Inf", self.gaps.count)],
             self.gaps.sum,
         )
+
+    def _of_journal(self, journal: Journal) -> Iterable[Family]:
+        name, streams = f"{self.prefix}:journal", journal.streams
+        gauges = (
+            ("bytes", "Bytes of the journal's current file.", journal.num_bytes),
+            ("kept_bytes", "Bytes of all kept requests and tokens.", journal.kept_bytes),
+            ("working", "1 while records reach the folder.", int(journal.is_working)),
+            ("behind_seconds", "Age of the oldest unwritten record.", journal.behind_s()),
+        )
+        for what, text, value in gauges:
+            yield GaugeMetricFamily(f"{name}_{what}", text, value=value)
+        errors = CounterMetricFamily(
+            f"{name}_errors", "Errors of the journal's disk.", labels=("op", "errno")
+        )
+        for (op, number), count in list(journal.errors.items()):
+            errors.add_metric((op, number), count)
+        yield errors
+        kept = GaugeMetricFamily(
+            f"{self.prefix}:durable_streams", "Durable answers by state.", labels=("state",)
+        )
+        for state, count in streams.count().items():
+            kept.add_metric((state,), count)
+        yield kept
+        yield CounterMetricFamily(
+            f"{self.prefix}:streams_resumed",
+            "Answers of an earlier server that go on.",
+            value=streams.num_resumed,
+        )
+        lost = CounterMetricFamily(
+            f"{self.prefix}:streams_lost",
+            "Answers of an earlier server that cannot go on.",
+            labels=("reason",),
+        )
+        for reason, count in streams.num_lost.items():
+            lost.add_metric((reason,), count)
+        yield lost

@@ -129,7 +129,7 @@ class Service:
             self.gate = AdmissionGate(self._note_rejection, front.gate.admission.counters)
         self.front._services.append(self)
         # Keeps what must outlive the server; None without `--journal`.
-        self.journal: Journal | None = None
+        self._journal: Journal | None = None
         self._ladder = Ladder()
         # The time of the last round trip.
         self._proved_at = -math.inf
@@ -147,6 +147,14 @@ class Service:
     def __repr__(self) -> str:
         state = "starting" if self._engine is None else "draining" if self.is_draining else "open"
         return f"<Service {state} {self.gate!r}>"
+
+    @property
+    def journal(self) -> Journal | None:
+        return self._journal
+
+    @journal.setter
+    def journal(self, journal: Journal | None) -> None:
+        self._journal = self.metrics.journal = journal
 
     def open(self, engine: "Engine") -> None:
         """Accept requests from now on, within limits derived from the engine's configuration and KV cache.

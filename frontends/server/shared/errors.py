@@ -48,7 +48,7 @@ MAX_VALUE = 40
 TYPES = {
     400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError",
     404: "NotFoundError", 405: "MethodNotAllowedError", 408: "RequestTimeoutError",
-    409: "Conflict", 413: "RequestTooLargeError", 414: "RequestTooLargeError",
+    409: "Conflict", 410: "GoneError", 413: "RequestTooLargeError", 414: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError", 422: "UnprocessableEntityError", 429: "RateLimitError",
     431: "HeadersTooLargeError", 500: "InternalServerError", 501: "NotImplementedError",
     503: "ServiceUnavailableError", 504: "DeadlineExceededError",

@@ -343,17 +343,36 @@ class ServeSettings(ServerSettings, frozen=True, kw_only=True):
     seed: Annotated[int, Opt("Seed of requests that give none.")] = 0
     journal: Annotated[
         str | None,
-        Opt("Folder that keeps background responses, so that they go on after the server's end."),
+        Opt("Folder that keeps durable answers, so that they go on after the server's end."),
     ] = None
     journal_size: Annotated[int, Opt("Maximum bytes of the journal.", min=1 * MIB)] = 256 * MIB
     journal_sync: Annotated[
         Literal["off", "group", "step"],
         Opt("When the journal waits for the disk: never, every 0.1 s, or for every write."),
     ] = "group"
+    journal_strict: Annotated[
+        bool,
+        Opt(
+            "Refuse to start with a journal that keeps answers of another model.",
+            flags=("--journal-strict",),
+        ),
+    ] = False
+    durable_streams: Annotated[
+        Literal["asked", "all"],
+        Opt("Answers that the journal keeps: of requests with an Idempotency-Key, or all."),
+    ] = "asked"
+    stream_grace_s: Annotated[
+        float,
+        Opt(
+            "Seconds for which a durable answer without a reader goes on.",
+            name="stream_grace",
+            min=0.0,
+        ),
+    ] = 60.0
     stream_retain_s: Annotated[
         float,
         Opt(
-            "Seconds for which the journal keeps a response after its end.",
+            "Seconds for which the journal keeps an answer after its end.",
             name="stream_retain",
             min=0.0,
         ),

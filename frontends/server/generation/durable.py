@@ -1,0 +1,691 @@
+"""Answer durable requests: in a task of their own, with their tokens in the journal, for readers that come and go.
+
+A handler of any API runs as it does for a client, but what it sends goes to a `DurableStream`.  A later process runs the same handler
+with the kept body, id, time and seed, and the driver goes on behind the kept tokens.  So all events are the same in each process.
+"""
+
+import hashlib
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from trouper.errors import EngineDeadError, TrouperNotFoundError
+from trouper.frontends.server.durable.frames import PART_BYTES
+from trouper.frontends.server.durable.records import Admitted, StreamRecord
+from trouper.frontends.server.durable.streams import (
+    END,
+    Cursor,
+    DurableStream,
+    Entry,
+    cursor_invalid,
+)
+from trouper.frontends.server.generation.driver import Driver
+from trouper.frontends.server.generation.token_keeper import TokenKeeper
+from trouper.frontends.server.http.body import ClientGone
+from trouper.frontends.server.http.context import EVENTS, Message, RequestContext
+from trouper.frontends.server.http.decoding import THREAD_FROM, decode
+from trouper.frontends.server.http.route import Route
+from trouper.frontends.server.service.service import Service
+from trouper.frontends.server.shared.errors import (
+    HTTPError,
+    clean,
+    describe,
+    log,
+    unavailable,
+    unsupported,
+)
+from trouper.frontends.server.shared.keys import tenant_of
+from trouper.lora import LoRARequest
+from trouper.params import RequestOutputKind
+
+logger = logging.getLogger(__name__)
+STREAMS = "/v1/streams/"  # an id follows
+KEY = "Idempotency-Key"
+MAX_KEY = 255
+LAST_EVENT = b"last-event-id"
+YES, NO = (b"x-durable", b"yes"), (b"x-durable", b"no")
+# The seeds of the choices of two prompts are further apart than an answer has choices.
+SEED_STEP = 2**32
+# The parts of a fingerprint, for the reason of a lost stream.
+PARTS = ("weights", "configuration", "tokenizer", "chat template")
+NOT_DURABLE = b": not durable\n\n"
+
+
+class SavedCall(msgspec.Struct, frozen=True):
+    """The part of a request from which a later process can begin it again.
+
+    Attributes:
+        unique_id, request_id, created: the identity of the reply.
+        pieces: the items of a response's conversation, which the body may only name.
+        adapter: the digest of the adapter's files; empty without one.
+    """
+
+    body: bytes
+    unique_id: str
+    request_id: str | None
+    created: int
+    seed: int
+    cache_scope: bytes
+    timeout_s: float
+    pieces: list[bytes] = []
+    adapter: bytes = b""
+
+
+class DurableRequest(msgspec.Struct, frozen=True):
+    """A new request that is to be durable.
+
+    Attributes:
+        key: the SHA-256 of its `Idempotency-Key`; empty without one.
+        digest: the SHA-256 of its path and body.
+    """
+
+    body: bytes
+    key: bytes
+    digest: bytes
+
+
+async def read_durable(
+    service: Service, context: RequestContext, route: Route, body: bytes | memoryview
+) -> DurableRequest | DurableStream | None:
+    """Decide whether a request is durable, from its head and its body.
+
+    Returns the stream of the request that this one repeats, if there is one, and None if it is not durable.
+
+    Raises:
+        HTTPError: the key is invalid or belongs to another request, or the journal cannot be written.
+        UnsupportedFeatureError: the answers of this route cannot be durable.
+    """
+    journal, key = service.journal, _key(context)
+    if journal is None or not route.stream_prefix:
+        if key and journal is not None and route.generates and not route.pools:
+            raise unsupported(KEY, f"answers of {route.path} are not kept; leave the header out")
+        if key or (journal is not None and route.stream_prefix):
+            context.own_headers += (NO,)
+        return None
+    journal.streams.tidy(time.time())
+    if not key and not journal.keeps_all:
+        context.own_headers += (NO,)
+        return None
+    digest = await _digest(service, route.path, body)
+    found = _repeated(service, context, key, digest)
+    if found is not None:
+        return found
+    # The journal repeats everything in a new file, and base64 becomes no longer there.
+    if not (journal.has_room(len(body)) and service.background.is_on):
+        if key:
+            raise _no_journal()
+        context.own_headers += (NO,)
+        return None
+    return DurableRequest(bytes(body), key, digest)
+
+
+def _repeated(
+    service: Service, context: RequestContext, key: bytes, digest: bytes
+) -> DurableStream | None:
+    """Return the stream of an earlier request with the same key.  Raises HTTPError (422) if its body was another one."""
+    assert service.journal is not None
+    found = service.journal.streams.repeated(context.key_digest, key) if key else None
+    if found is not None and found.digest != digest:
+        text = f"{KEY}: an earlier request with this key had another path or body; use a new key"
+        raise HTTPError(422, "idempotency_mismatch", text, param=KEY)
+    return found
+
+
+def attached(route: Route, stream: DurableStream) -> Route:
+    """Return a route that sends a stream to the client that has repeated its request."""
+
+    async def follow(service: Service, context: RequestContext, _: None) -> None:
+        await follow_stream(service, context, stream)
+
+    return msgspec.structs.replace(route, handler=follow, generates=False)
+
+
+def started(route: Route, asked: DurableRequest | DurableStream) -> Route:
+    """Return a route that starts the answer to a durable request, or repeats that of a background response."""
+    return msgspec.structs.replace(route, handler=partial(_start_stream, asked, route))
+
+
+async def _start_stream(
+    asked: DurableRequest | DurableStream,
+    route: Route,
+    service: Service,
+    context: RequestContext,
+    request: Any,
+) -> None:
+    """Start the answer to a durable request, and send it to its client as to any other reader."""
+    # Another request with the same key may have come while this one was decoded.
+    stream = _repeated(service, context, asked.key, asked.digest)
+    handler = route.handler
+    if getattr(request, "background", None):
+        # The API's own task answers it.
+        context.repeat_key, context.repeat_digest = asked.key, asked.digest
+        context.repeated = None if stream is None else stream.id
+        context.own_headers += (YES,)
+        await handler(service, context, request)
+        return
+    if stream is None:
+        assert service.journal is not None
+        assert isinstance(asked, DurableRequest)
+        context.name_by(getattr(request, "request_id", None))
+        now = time.time()
+        name = f"{route.stream_prefix}{context.id}"
+        stream = DurableStream(name, context.key_digest, route.path, asked.key, asked.digest, now)
+        stream.make_again = partial(_begin_again, service, stream, context.tenant, route)
+        saved = SavedCall(
+            asked.body, context.id, context.client_id, int(now), secrets.randbits(62),
+            context.cache_scope, context.timeout_s,
+        )  # fmt: skip
+        with ExitStack() as resources:
+            if context.ticket is not None:
+                context.ticket.leave()
+            later = context.detached(resources.enter_context(service.enter(context)))
+            run = StreamRun(service, stream, saved, later, route)
+            run.request, run.handler = request, handler
+            service.journal.streams.add(stream)
+            try:
+                service.background.start(name, partial(run.perform, resources.pop_all()))
+            except BaseException:
+                service.journal.streams.forget(stream)
+                raise
+    await follow_stream(service, context, stream)
+
+
+class StreamRun:
+    """One run of the handler of a durable request, and the `DurableAnswer` of its context.
+
+    Args:
+        context: of the request, with a ticket of its own.
+        record: what an earlier process has kept.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        stream: DurableStream,
+        saved: SavedCall,
+        context: RequestContext,
+        route: Route,
+        record: StreamRecord | None = None,
+    ) -> None:
+        assert service.journal is not None
+        self._service, self._journal = service, service.journal
+        self._stream, self._saved, self._record = stream, saved, record
+        self._context, self._route = context, route
+        self.created = saved.created
+        self.request: Any = None
+        self.handler = route.handler
+        self._adapter: LoRARequest | None = None
+        self._is_given_up = False
+        context.durable = self
+        context.own_headers = ()
+        context.redirect(self._take)
+
+    def __repr__(self) -> str:
+        return f"<StreamRun {self._stream.id}>"
+
+    @property
+    def pieces(self) -> list[bytes]:
+        """Return the kept conversation, if the answer goes on."""
+        return [] if self._record is None else self._saved.pieces
+
+    def keep_conversation(self, body: bytes, pieces: tuple[bytes, ...]) -> None:
+        """Keep a body with everything that it names, because a later process may not have it."""
+        self._saved = msgspec.structs.replace(self._saved, body=body, pieces=list(pieces))
+
+    def attach(self, driver: Driver[Any]) -> None:
+        """Let the driver keep its tokens, and go on from those that are known."""
+        parsed = driver.parsed
+        if parsed.params.seed is None:
+            parsed.params.seed, driver.seed_step = self._saved.seed, SEED_STEP
+        self._stream.restart(parsed.num_choices)
+        self._adapter = parsed.options.lora_request
+        driver.on_start = self._admit
+        is_whole_with_scores = not parsed.is_stream and parsed.params.prompt_logprobs is not None
+        if parsed.beams is None and not is_whole_with_scores:
+            parsed.params.output_kind = RequestOutputKind.DELTA
+            driver.keeper = TokenKeeper(
+                self._journal,
+                self._stream.id,
+                parsed,
+                self._service.engine.tokenizer,
+                self._record,
+                self._stream.advance,
+            )
+
+    async def perform(self, resources: ExitStack) -> None:
+        """Run the handler to its end, then release the resources."""
+        stream, error, is_cut = self._stream, None, True
+        try:
+            with resources:
+                error = await self._answer()
+            is_cut = False
+        finally:
+            if is_cut:
+                stream.end(time.time(), is_cut=True)
+        # After the death of the engine, or at the end of the server, a later process goes on.
+        is_last = isinstance(error, EngineDeadError) or self._service.is_draining
+        if isinstance(error, EngineDeadError):
+            self._service.died.set()
+        if error is None and self._is_given_up:
+            text = f"nobody has read the answer for {self._journal.grace_s:g} s, so it was given up"
+            error = HTTPError(410, "stream_expired", text)
+        if error is not None and not isinstance(error, HTTPError):
+            log(describe(error), error, self._context.id)
+        stream.headers = self._context.own_headers
+        stream.end(time.time(), error)
+        if error is not None and not (stream.status or self._is_given_up):
+            # The client may repeat the request, so its key must not be bound to this failure.  What is lost here, or refused for
+            # now, may go on in a later process.
+            is_kept = self._record is not None and describe(error).status in (410, 429, 503)
+            if not is_kept:
+                self._journal.streams.forget(stream)
+            if stream.is_admitted and not (is_last or is_kept):
+                await self._journal.delete(stream.id)
+        elif stream.notes_end and not (is_last and error is not None):
+            problem = b"" if error is None else describe(error).code.encode()
+            await self._journal.note_end(stream.id, problem)
+            stream.notes_end = False
+
+    async def _answer(self) -> Exception | None:
+        """Run the handler until it ends, or until nobody has waited for its answer for some time.  Returns its failure."""
+        failure: Exception | None = None
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._give_up_unread, tasks.cancel_scope, name="readers")
+            try:
+                await self._handle()
+            except Exception as error:
+                failure = error
+            tasks.cancel_scope.cancel()
+        return failure
+
+    async def _handle(self) -> None:
+        service, saved = self._service, self._saved
+        if self.request is None:
+            assert self._route.body is not None
+            self.request = (await decode(saved.body, self._route.body, service.threads)).request
+        with anyio.move_on_after(saved.timeout_s) as deadline:
+            try:
+                await self.handler(service, self._context, self.request)
+            except TrouperNotFoundError as error:
+                if self._record is None:
+                    raise
+                raise lost(f"its adapter is not loaded: {error}") from error
+        if deadline.cancelled_caught:
+            text = f"the deadline of {saved.timeout_s:g} s has passed"
+            raise HTTPError(504, "deadline_exceeded", text)
+
+    async def _give_up_unread(self, scope: anyio.CancelScope) -> None:
+        stream = self._stream
+        while True:
+            turn = stream.turn
+            if stream.num_readers:
+                await turn.wait()
+                continue
+            with anyio.move_on_after(self._journal.grace_s) as grace:
+                await turn.wait()
+            if grace.cancelled_caught:
+                self._is_given_up = True
+                scope.cancel()
+                return
+
+    async def _admit(self) -> None:
+        """Write the request to the journal before anything of its answer.
+
+        Raises:
+            HTTPError: the journal cannot be written, or has no room; or the adapter of a stream that goes on is another one.
+        """
+        adapter = await self._adapter_digest()
+        if self._record is not None:
+            if adapter != self._saved.adapter:
+                raise lost("its adapter has changed")
+            return
+        self._saved = saved = msgspec.structs.replace(self._saved, adapter=adapter)
+        stream, journal = self._stream, self._journal
+        record = Admitted(
+            stream.id, stream.owner, msgspec.msgpack.encode(saved), stream.route, stream.key,
+            stream.digest, journal.fingerprint, stream.at,
+        )  # fmt: skip
+        if not journal.has_room(len(record.request)):
+            raise _no_journal()
+        # Bounded by the journal's own time limit.
+        with anyio.CancelScope(shield=True):
+            stream.is_admitted = True
+            await journal.write(record)
+        if not journal.is_working:
+            raise _no_journal()
+
+    async def _adapter_digest(self) -> bytes:
+        adapter = self._adapter
+        if adapter is None:
+            return b""
+        limiter = self._service.threads
+        return await anyio.to_thread.run_sync(adapter_digest, adapter.lora_path, limiter=limiter)
+
+    async def _take(self, message: Message) -> None:
+        """Keep what the handler sends: each event is one message."""
+        if message["type"] == "http.response.start":
+            kind = dict(message["headers"]).get(b"content-type")
+            self._stream.headers = self._context.own_headers
+            self._stream.begin(message["status"], is_events=kind == EVENTS)
+        elif message["body"]:
+            is_end = self._stream.is_events and not message["more_body"]
+            self._stream.add(message["body"], is_end=is_end)
+
+
+async def follow_stream(
+    service: Service,
+    context: RequestContext,
+    stream: DurableStream,
+    first: int | None = None,
+) -> None:
+    """Send a stream from the client's cursor on, including future events.
+
+    Args:
+        first: the number of the first wanted event, for an API that counts events.
+
+    Raises:
+        Exception: how the answer has failed, behind its events.
+        HTTPError: the cursor belongs to no event of this stream.
+        ClientGone: this process ends before the answer.
+    """
+    if stream.attach is not None:
+        await stream.attach(service, context)
+        return
+    with stream.read():
+        if stream.is_cold:
+            _make_again(service, stream)
+        await stream.wait_head()
+        context.own_headers += (YES, (b"x-stream-id", stream.id.encode()), *stream.headers)
+        if not stream.status:
+            raise _failure(stream)
+        if not stream.is_events:
+            while not stream.is_over:
+                await stream.wait(len(stream.entries))
+            if stream.error is not None or stream.is_cut:
+                raise _failure(stream)
+            body = b"".join(entry.frame for entry in stream.entries)
+            await context.send_body(body, status=stream.status)
+            return
+        await _send_events(service, context, stream, first)
+
+
+async def _send_events(
+    service: Service, context: RequestContext, stream: DurableStream, first: int | None
+) -> None:
+    given = _given_cursor(context)
+    is_behind_end = given == END
+    cursor = Cursor((0,) * stream.num_choices, -1)
+    if first is None and given is not None and not is_behind_end:
+        cursor = Cursor.parse(given, stream.num_choices)
+    wanted = partial(_is_wanted, cursor, is_behind_end=is_behind_end, has_cursor=given is not None)
+    if stream.is_over and stream.error is None and not stream.is_cut:
+        if any(a > b for a, b in zip(cursor.tokens, stream.cursor.tokens, strict=True)):
+            raise cursor_invalid()
+        if first is None and context.method == "GET" and not any(map(wanted, stream.entries)):
+            # Browsers then stop reconnecting.
+            await context.send_empty(204)
+            return
+    assert service.journal is not None
+    await context.start_events()
+    place, is_told = first or 0, False
+    while place < len(stream.entries) or not stream.is_over:
+        await stream.wait(place)
+        for entry in stream.entries[place : place + 64]:
+            place += 1
+            if first is None and not wanted(entry):
+                continue
+            cursor = cursor.joined(entry.cursor)
+            id = END if entry.is_end else str(cursor)
+            await context.send_frame(b"id: %b\n%b" % (id.encode(), entry.frame))
+        if not (service.journal.is_working or is_told):
+            is_told = True
+            await context.send_frame(NOT_DURABLE)
+    if stream.error is not None or stream.is_cut:
+        raise _failure(stream)
+    await context.end_events(b"")
+
+
+def _is_wanted(cursor: Cursor, entry: Entry, *, is_behind_end: bool, has_cursor: bool) -> bool:
+    if is_behind_end:
+        return False
+    return entry.is_end or not has_cursor or not cursor.covers(entry)
+
+
+def _failure(stream: DurableStream) -> Exception:
+    """Return why a stream has no further events."""
+    return ClientGone() if stream.error is None else stream.error
+
+
+def _make_again(service: Service, stream: DurableStream) -> None:
+    """Make the events of an ended stream again, from its tokens.
+
+    Raises:
+        HTTPError: it is kept no longer, or the server has no room.
+    """
+    assert service.journal is not None
+    record = service.journal.record(stream.id)
+    if record is None:
+        service.journal.streams.forget(stream)
+        raise HTTPError(410, "stream_expired", "the answer is not kept any longer")
+    assert stream.make_again is not None
+    stream.warm()
+    stream.make_again(record)
+
+
+def resume_streams(
+    service: Service, records: dict[str, StreamRecord], route_of: Callable[[str], Route | None]
+) -> None:
+    """Go on with the streams of an earlier process, in the order of their admission.
+
+    Call it when the engine is loaded, before any client is served.
+    """
+    for name, record in records.items():
+        try:
+            _resume(service, name, record, route_of(record.admitted.route))
+        except Exception as error:
+            logger.warning("%s cannot go on: %s", name, error)
+
+
+def _resume(service: Service, name: str, record: StreamRecord, route: Route | None) -> None:
+    journal, admitted = service.journal, record.admitted
+    assert journal is not None
+    tenant = tenant_of(service.settings, admitted.owner)
+    if tenant is None or route is None:
+        # Its key was removed, and no other key may find it.
+        return
+    stream = DurableStream(
+        name, admitted.owner, admitted.route, admitted.key, admitted.digest, admitted.at
+    )
+    stream.is_admitted = True
+    journal.streams.add(stream)
+    stream.make_again = partial(_begin_again, service, stream, tenant, route)
+    ended = record.ended
+    stream.notes_end = ended is None
+    reason = lost_reason(admitted.model, journal.fingerprint)
+    if reason is not None:
+        journal.streams.num_lost["model"] = journal.streams.num_lost.get("model", 0) + 1
+        stream.end(time.time(), lost(reason))
+    elif ended is not None and ended.failure:
+        code = clean(ended.failure.decode(errors="replace"), 64)
+        text = f"the answer ended with the error {code} in an earlier server"
+        stream.end(ended.at, HTTPError(410, "stream_expired", text))
+    elif ended is not None:
+        stream.end(ended.at)
+        stream.cool()
+    else:
+        journal.streams.num_resumed += 1
+        _begin_again(service, stream, tenant, route, record)
+
+
+def _begin_again(
+    service: Service, stream: DurableStream, tenant: str, route: Route, record: StreamRecord
+) -> None:
+    """Run the handler of a kept request again."""
+    saved = msgspec.msgpack.decode(record.admitted.request, type=SavedCall)
+    context = RequestContext(
+        {"path": route.path, "method": "POST", "headers": []}, _receive_nothing, _send_nothing
+    )
+    context.id, context.client_id = saved.unique_id, saved.request_id
+    context.tenant, context.key_digest = tenant, stream.owner
+    context.cache_scope, context.timeout_s = saved.cache_scope, saved.timeout_s
+    context.num_body_bytes = len(saved.body)
+    with ExitStack() as resources:
+        context.ticket = resources.enter_context(service.enter(context))
+        run = StreamRun(service, stream, saved, context, route, record)
+        service.background.start(stream.id, partial(run.perform, resources.pop_all()))
+
+
+async def _receive_nothing() -> Message:
+    await anyio.sleep_forever()
+    raise AssertionError
+
+
+async def _send_nothing(_: Message) -> None:
+    pass
+
+
+def lost(reason: str) -> HTTPError:
+    """Make the error of a stream that cannot go on."""
+    return HTTPError(410, "stream_lost", f"stream_lost: {reason}, so this answer cannot go on")
+
+
+def lost_reason(then: bytes, now: bytes) -> str | None:
+    """Compare two fingerprints of models.  Returns what has changed, or None."""
+    if then == now:
+        return None
+    size = PART_BYTES
+    pairs = ((then[size * i : size * (i + 1)], now[size * i : size * (i + 1)]) for i in range(4))
+    changed = [name for name, (a, b) in zip(PARTS, pairs, strict=True) if a != b]
+    what = " and the ".join(changed)
+    return f"the {what} of the model {'have' if len(changed) > 1 else 'has'} changed"
+
+
+def adapter_digest(folder: str) -> bytes:
+    """Return the SHA-256 of an adapter's files.  It may take a second: call it from a thread."""
+    files = [path for path in sorted(Path(folder).iterdir()) if path.name.startswith("adapter_")]
+    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return _files_digest(tuple(stats))
+
+
+@lru_cache(maxsize=64)  # one for each adapter in use
+def _files_digest(files: tuple[tuple[str, int, int], ...]) -> bytes:
+    found = hashlib.sha256()
+    for path, _, _ in files:
+        with open(path, "rb") as file:
+            found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.digest()
+
+
+async def _digest(service: Service, path: str, body: bytes | memoryview) -> bytes:
+    head = f"{path}\n".encode()
+    if len(body) < THREAD_FROM:
+        return hashlib.sha256(head + bytes(body)).digest()
+
+    def hash_all() -> bytes:
+        found = hashlib.sha256(head)
+        found.update(body)
+        return found.digest()
+
+    return await anyio.to_thread.run_sync(hash_all, limiter=service.threads)
+
+
+def _key(context: RequestContext) -> bytes:
+    """Return the digest of the client's key, or nothing without one.  Raises HTTPError for an invalid one.
+
+    The standard quotes the key; most clients do not.
+    """
+    given = context.header(KEY.lower().encode())
+    if given is None:
+        return b""
+    text = given.strip()
+    if len(text) > 1 and text.startswith(b'"') and text.endswith(b'"'):
+        text = text[1:-1]
+    if not (0 < len(text) <= MAX_KEY and all(32 <= each < 127 for each in text)):
+        rule = f"must be 1 to {MAX_KEY} printable ASCII characters"
+        raise HTTPError(400, "invalid_value", f"{KEY}: {rule}", param=KEY)
+    return hashlib.sha256(text).digest()
+
+
+def _given_cursor(context: RequestContext) -> str | None:
+    """Return the cursor of a client: from the query of a GET, or else from the header that browsers send."""
+    after = context.query().get("starting_after") if context.method == "GET" else None
+    if after:
+        return after[-1]
+    header = context.header(LAST_EVENT)
+    return None if not header else header.decode(errors="replace").strip()
+
+
+def _no_journal() -> HTTPError:
+    text = "the journal has no room or cannot be written, so the answer would not be kept; try again later, or without asking for it"
+    return unavailable("journal_unavailable", text)
+
+
+# Routes
+
+
+async def list_streams(service: Service, context: RequestContext, _: None) -> None:
+    """List the kept streams of a client's key, the oldest first."""
+    journal = _journal(service)
+    journal.streams.tidy(time.time())
+    data = [_shown(stream) for stream in journal.streams.of(context.key_digest)]
+    await context.send_json({"object": "list", "data": data})
+
+
+async def get_stream(service: Service, context: RequestContext, _: None) -> None:
+    """Send the events of a stream behind the client's cursor, or the reply of a request without `stream`."""
+    await follow_stream(service, context, _found(service, context))
+
+
+async def delete_stream(service: Service, context: RequestContext, _: None) -> None:
+    """Forget a stream.  A running one is aborted."""
+    journal, stream = _journal(service), _found(service, context)
+    if stream.attach is not None:
+        text = f"{STREAMS}{stream.id} is a background response: DELETE /v1/responses/{stream.id}"
+        raise HTTPError(409, "conflict", text)
+    stream.end(time.time(), HTTPError(410, "stream_expired", "the stream was deleted"))
+    journal.streams.forget(stream)
+    service.background.cancel(stream.id)
+    await journal.delete(stream.id)
+    await context.send_json({"id": stream.id, "object": "stream", "deleted": True})
+
+
+def _shown(stream: DurableStream) -> dict[str, Any]:
+    is_response = stream.attach is not None
+    return {
+        "id": stream.id,
+        "object": "stream",
+        "route": stream.route,
+        "status": stream.state,
+        "created": int(stream.at),
+        "ended_at": int(stream.ended_at) or None,
+        "cursor": None if is_response or stream.is_cold else str(stream.cursor),
+        "num_readers": stream.num_readers,
+    }
+
+
+def _found(service: Service, context: RequestContext) -> DurableStream:
+    journal = _journal(service)
+    journal.streams.tidy(time.time())
+    id = context.path.removeprefix(STREAMS)
+    found = journal.streams.find(context.key_digest, id)
+    if found is None:
+        text = f"Stream with id '{clean(id, 100)}' not found. It is kept no longer, or it belongs to another key."
+        raise HTTPError(404, "stream_not_found", text, param="id")
+    return found
+
+
+def _journal(service: Service) -> Any:
+    """Raises UnsupportedFeatureError without a journal, and HTTPError (503) while the streams of an earlier server are not there yet."""
+    if service.journal is None:
+        raise unsupported("streams", "this server keeps none; start it with --journal DIR")
+    service.check_open()
+    return service.journal

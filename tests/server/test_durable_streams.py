@@ -1,0 +1,301 @@
+"""Durable answers of every API: the same events for a client that comes back, in this server and in later ones."""
+
+import json
+import random
+
+import anyio
+import pytest
+
+from .lives import lives_on, until
+from .test_journal import SimulatedDisk
+
+pytestmark = pytest.mark.anyio
+SAMPLED = {"stream": True, "temperature": 0.9, "ignore_eos": True}
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 30, **SAMPLED}
+BODIES = {
+    "chats": ("/v1/chat/completions", {**CHAT, "stream_options": {"include_usage": True}}),
+    "choices": ("/v1/chat/completions", {**CHAT, "n": 3, "logprobs": True, "top_logprobs": 2}),
+    "prompts": ("/v1/completions", {"prompt": ["a", "a"], "n": 2, "max_tokens": 20, **SAMPLED}),
+    "scores": (
+        "/v1/completions",
+        {"prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 12, **SAMPLED},
+    ),
+    "stops": ("/v1/completions", {"prompt": "go on", "stop": ["e"], "max_tokens": 60, **SAMPLED}),
+    "grammar": (
+        "/v1/chat/completions",
+        {**CHAT, "structured_outputs": {"regex": "[abc]{25}"}, "ignore_eos": False},
+    ),
+    "messages": ("/v1/messages", {**CHAT, "model": None}),
+    "responses": ("/v1/responses", {"input": "hi", "max_output_tokens": 30, **SAMPLED}),
+}
+KEYED = [("idempotency-key", "one")]
+OWNERS = [[("authorization", f"Bearer {key}")] for key in ("one", "two")]
+
+
+@pytest.fixture
+def disk():
+    return SimulatedDisk(random.Random(0), full_rate=0, error_rate=0)
+
+
+@pytest.fixture
+def life(engine, disk):
+    return lives_on(engine, disk)
+
+
+def case(name, **changes):
+    path, body = BODIES[name]
+    return path, {key: value for key, value in (body | changes).items() if value is not None}
+
+
+def frames_of(body):
+    """Return the events of a stream.  Comments come where the disk of a loaded machine takes long."""
+    frames = [frame + b"\n\n" for frame in body.split(b"\n\n") if frame]
+    return [frame for frame in frames if not frame.startswith(b":")]
+
+
+def id_of(frame):
+    (line,) = [line for line in frame.split(b"\n") if line.startswith(b"id: ")]
+    return line[4:].decode()
+
+
+async def begin(client, path, body, num_events, headers=KEYED):
+    """Ask, and leave behind some events.  Returns their bytes."""
+    content = json.dumps(body).encode()
+    head = [("content-type", "application/json"), *headers]
+    async with client.stream("POST", path, content, head) as call:
+        await call.wait_for(
+            lambda: call.answer.body.count(b"\n\n") >= num_events or call.is_over.is_set()
+        )
+    return b"".join(frames_of(call.answer.body)[:num_events])
+
+
+async def rest(client, path, body, had, headers=KEYED):
+    last = [("last-event-id", id_of(frames_of(had)[-1]))] if had else []
+    answer = await client.post(path, body, [*headers, *last])
+    assert answer.status == 200, answer.body
+    assert answer.is_complete
+    return b"".join(frames_of(answer.body))
+
+
+@pytest.mark.parametrize("name", BODIES)
+async def test_later_server_goes_on_behind_the_cursor(life, name):
+    path, body = case(name)
+    async with life() as client:
+        had = await begin(client, path, body, 6)
+    async with life() as client:
+        had += await rest(client, path, body, had)
+        whole = await rest(client, path, body, b"")
+    assert had == whole
+    ids = [id_of(frame) for frame in frames_of(whole)]
+    assert len(set(ids)) == len(ids)
+    async with life() as client:
+        assert await rest(client, path, body, b"") == whole
+
+
+@pytest.mark.parametrize("name", ["chats", "choices", "prompts", "messages", "responses"])
+async def test_whole_reply_is_equal_in_later_servers(life, name):
+    path, body = case(name, stream=False, stream_options=None)
+    async with life() as client:
+        async with client.stream(
+            "POST", path, json.dumps(body).encode(), [("content-type", "application/json"), *KEYED]
+        ):
+            streams = client.service.journal.streams
+            await until(lambda: [s for s in streams._streams.values() if s.is_admitted])
+    async with life() as client:
+        first = await client.post(path, body, KEYED)
+        assert first.status == 200, first.body
+        assert (await client.post(path, body, KEYED)).body == first.body
+    async with life() as client:
+        assert (await client.post(path, body, KEYED)).body == first.body
+
+
+async def test_lost_tail_is_sampled_again(life, disk):
+    path, body = case("choices")
+    async with life() as client:
+        had = await begin(client, path, body, 12)
+    (file,) = disk.files.values()
+    del file.data[-500:]
+    async with life() as client:
+        text = had + await rest(client, path, body, had)
+        whole = await rest(client, path, body, b"")
+    assert sorted(map(chunk_of, frames_of(text))) == sorted(map(chunk_of, frames_of(whole)))
+
+
+def chunk_of(frame):
+    return frame.split(b"\n", 1)[1]
+
+
+async def test_key_belongs_to_one_body_and_owner(life):
+    path, body = case("chats")
+    async with life(api_keys=("one", "two")) as client:
+        first = await client.post(path, body, [*KEYED, *OWNERS[0]])
+        again = await client.post(path, body, [*KEYED, *OWNERS[0]])
+        assert again.body == first.body
+        assert first.headers["x-durable"] == "yes"
+        other = await client.post(path, {**body, "seed": 1}, [*KEYED, *OWNERS[0]])
+        assert (other.status, other.error["code"]) == (422, "idempotency_mismatch")
+        stranger = await client.post(path, body, [*KEYED, *OWNERS[1]])
+        assert stranger.headers["x-stream-id"] != first.headers["x-stream-id"]
+        place = f"/v1/streams/{first.headers['x-stream-id']}"
+        assert (await client.get(place, OWNERS[1])).status == 404
+        assert (await client.get(place, OWNERS[0])).body == first.body
+
+
+async def test_requests_with_one_key_run_once(life):
+    path, body = case("chats")
+    answers = []
+
+    async def ask(client):
+        answers.append((await client.post(path, body, KEYED)).body)
+
+    async with life() as client:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(4):
+                tasks.start_soon(ask, client)
+        assert len(client.service.journal.streams) == 1
+    assert len(set(answers)) == 1
+
+
+async def test_failed_request_frees_its_key(life):
+    path, body = case("chats", max_tokens=-1)
+    async with life() as client:
+        assert (await client.post(path, body, KEYED)).status == 400
+        assert (await client.post(path, case("chats")[1], KEYED)).status == 200
+
+
+@pytest.mark.parametrize("key", ["", '""', "x" * 256, "ä"])
+async def test_invalid_key_is_refused(life, key):
+    path, body = case("chats")
+    async with life() as client:
+        answer = await client.post(path, body, [("idempotency-key", key)])
+        assert (answer.status, answer.error["param"]) == (400, "Idempotency-Key")
+
+
+async def test_key_is_refused_where_nothing_is_kept(life):
+    async with life() as client:
+        body = {"model": "", "messages": CHAT["messages"], "stream": False}
+        answer = await client.post("/api/chat", body, KEYED)
+        assert answer.status == 400
+        assert "Idempotency-Key" in answer.json["error"]
+
+
+async def test_streams_are_listed_and_deleted(life):
+    path, body = case("chats")
+    async with life() as client:
+        await client.post(path, body, KEYED)
+        slow = {**body, "max_tokens": 300}
+        await begin(client, path, slow, 3, [("idempotency-key", "two")])
+        done, running = (await client.get("/v1/streams")).json["data"]
+        assert (done["status"], running["status"]) == ("completed", "running")
+        assert done["cursor"].startswith("30")
+        for each in (done, running):
+            place = f"/v1/streams/{each['id']}"
+            assert (await client.get(place, method="DELETE")).json["deleted"]
+            assert (await client.get(place)).status == 404
+    async with life() as client:
+        assert (await client.get("/v1/streams")).json["data"] == []
+
+
+async def test_cursor_of_a_browser_ends_its_stream(life):
+    path, body = case("chats")
+    async with life() as client:
+        first = await client.post(path, body, KEYED)
+        place = f"/v1/streams/{first.headers['x-stream-id']}"
+        frames = frames_of(first.body)
+        for i in (0, 5, len(frames) - 2):
+            last = [("last-event-id", id_of(frames[i]))]
+            assert (await client.get(place, last)).body == b"".join(frames[i + 1 :])
+            query = f"{place}?starting_after={last[0][1]}"
+            assert (await client.get(query)).body == b"".join(frames[i + 1 :])
+        assert (await client.get(place, [("last-event-id", "end")])).status == 204
+        for wrong in ("x", "1.1", "31", "-1"):
+            answer = await client.get(place, [("last-event-id", wrong)])
+            assert (answer.status, answer.error["code"]) == (400, "cursor_invalid")
+
+
+async def test_unread_answer_is_given_up(life):
+    path, body = case("chats", max_tokens=400)
+    async with life(kept={"grace_s": 0.05}) as client:
+        async with client.stream(
+            "POST", path, json.dumps(body).encode(), [("content-type", "application/json"), *KEYED]
+        ) as call:
+            await call.wait_for(lambda: call.answer.body.count(b"\n\n") > 3)
+            (stream,) = client.service.journal.streams.of(b"")
+        await until(lambda: stream.is_over)
+        answer = await client.post(path, body, KEYED)
+        assert json.loads(answer.body.split(b"data: ")[-2])["error"]["code"] == "stream_expired"
+
+
+async def test_all_requests_may_be_durable(life):
+    path, body = case("chats")
+    async with life(kept={"keeps_all": True}) as client:
+        first = await client.post(path, body)
+        place = f"/v1/streams/{first.headers['x-stream-id']}"
+    async with life() as client:
+        assert (await client.get(place)).body == first.body
+        assert (await client.post(path, body)).headers["x-durable"] == "no"
+
+
+async def test_full_journal_refuses_only_who_asked(life):
+    path, body = case("chats")
+    async with life(max_bytes=300, kept={"keeps_all": True}) as client:
+        refused = await client.post(path, body, KEYED)
+        assert (refused.status, refused.error["code"]) == (503, "journal_unavailable")
+        other = await client.post(path, body)
+        assert (other.status, other.headers["x-durable"]) == (200, "no")
+
+
+async def test_another_model_loses_a_stream(life):
+    path, body = case("chats")
+    async with life() as client:
+        had = await begin(client, path, body, 3)
+    other = bytes(16) + bytes([1]) * 8 + bytes(8)
+    for _ in range(2):
+        async with life(other) as client:
+            answer = await client.post(path, body, KEYED)
+            assert (answer.status, answer.error["code"]) == (410, "stream_lost")
+            assert "the tokenizer of the model has changed" in answer.error["message"]
+    async with life() as client:
+        assert (await rest(client, path, body, b"")).startswith(had)
+
+
+async def test_events_of_ended_streams_are_made_again(life):
+    path, body = case("messages")
+    async with life(kept={"max_event_bytes": 0}) as client:
+        first = await client.post(path, body, KEYED)
+        client.service.journal.streams.tidy(0)
+        (stream,) = client.service.journal.streams.of(b"")
+        assert stream.is_cold
+        assert (await client.post(path, body, KEYED)).body == first.body
+
+
+async def test_background_response_has_a_key(life):
+    path, body = case("responses", background=True)
+    async with life() as client:
+        had = await begin(client, path, body, 3)
+    async with life() as client:
+        had += await rest(client, path, body, had)
+        assert had == await rest(client, path, body, b"")
+        (stream,) = (await client.get("/v1/streams")).json["data"]
+        assert (await client.get(f"/v1/streams/{stream['id']}")).body == had
+
+
+async def test_durable_response_is_streamed_by_its_id(life):
+    path, body = case("responses")
+    async with life() as client:
+        first = await client.post(path, body, KEYED)
+        place = f"{path}/{first.headers['x-stream-id']}"
+    async with life() as client:
+        answer = await client.get(f"{place}?stream=true&starting_after=4")
+        assert answer.body == b"".join(frames_of(first.body)[5:])
+
+
+async def test_durable_response_keeps_its_conversation(life):
+    path, body = case("responses")
+    async with life() as client:
+        first = await client.post(path, {**body, "stream": False})
+        body["previous_response_id"] = first.json["id"]
+        had = await begin(client, path, body, 5)
+    async with life() as client:
+        had += await rest(client, path, body, had)
+        assert had == await rest(client, path, body, b"")
