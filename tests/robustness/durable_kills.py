@@ -1,10 +1,10 @@
-"""Kill a whole server at drawn moments while clients read background responses, and compare what they get in the end.
+"""Kill a whole server at drawn moments while clients of all generating APIs read durable answers, and compare what they get in the end.
 
     python -m tests.robustness.durable_kills --kills 200 [--seed 1]
 
 Each kill ends the process group by SIGKILL.  After half of the kills the end of the journal is cut or changed, as a loss of power may leave
-it.  Clients come back with the number of their last event.  The exit status is 1 unless every text equals that of an undisturbed server and
-every event number comes exactly once.
+it.  Clients come back with the place of their last event.  The exit status is 1 unless every event equals that of an undisturbed server and
+comes exactly once.
 """
 
 import argparse
@@ -77,10 +77,11 @@ class KilledServer:
         """Note how long the journal is.  The start of a segment is synchronised before the server is ready."""
         self.num_safe = self.segments()[-1].stat().st_size
 
-    def request(self, method, path, body=None):
+    def request(self, method, path, body=None, headers=()):
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LIMIT_S)
         content = None if body is None else json.dumps(body)
-        connection.request(method, path, content, {"content-type": "application/json"})
+        head = {"content-type": "application/json", **dict(headers)}
+        connection.request(method, path, content, head)
         return connection, connection.getresponse()
 
     def status(self, path):
@@ -92,8 +93,8 @@ class KilledServer:
         return answer.status
 
 
-class Client:
-    """Reads one response to its end, however often the server ends before.
+class BackgroundClient:
+    """Reads one background response to its end, however often the server ends before.
 
     It has an id before the first kill.  Odd ones read events, the others ask for the whole response.
     """
@@ -159,7 +160,7 @@ class Client:
                 if most is not None and len(self.events) == most:
                     return
 
-    def text(self):
+    def result(self):
         assert self.response is not None, f"{self.name} does not end"
         assert self.response["status"] != "failed", self.response["error"]
         (item,) = self.response["output"]
@@ -174,12 +175,129 @@ class Client:
         return text
 
 
-def texts(server, num_clients, num_kills):
-    """Read all responses while the server is killed.  Returns their texts, and the number of kills."""
+SAMPLED = {"stream": True, "temperature": 0.9, "max_tokens": 150, "ignore_eos": True}
+CHAT = {"messages": [{"role": "user", "content": "Write about the sea."}], **SAMPLED}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {
+    "type": "object", "properties": {"town": {"type": "string", "pattern": "^[a-z]{4,30}$"}},
+    "required": ["town"]}}}  # fmt: skip
+KEYED = (
+    ("/v1/chat/completions", {**CHAT, "stream_options": {"include_usage": True}}),
+    ("/v1/chat/completions", {**CHAT, "n": 2, "logprobs": True, "top_logprobs": 2}),
+    ("/v1/completions", {"prompt": ["It was", "It was"], **SAMPLED, "logprobs": 1, "echo": True}),
+    ("/v1/completions", {"prompt": "A road", **SAMPLED, "stop": ["the"], "min_tokens": 40}),
+    ("/v1/messages", {**CHAT, "model": "trouper-demo"}),
+    ("/v1/responses", {"input": "Bread", **SAMPLED, "max_tokens": None, "max_output_tokens": 150}),
+    ("/v1/chat/completions", {**CHAT, "tools": [WEATHER], "tool_choice": "required"}),
+    ("/v1/chat/completions", {**CHAT, "structured_outputs": {"regex": "[a-f ]{120}"}}),
+    ("/v1/chat/completions", {**CHAT, "stream": False, "n": 2, "frequency_penalty": 0.5}),
+    ("/v1/messages", {**CHAT, "model": "trouper-demo", "stream": False, "temperature": 0}),
+)  # fmt: skip
+
+
+class KeyedClient:
+    """Sends the same request with the same `Idempotency-Key` until it has the whole answer."""
+
+    def __init__(self, server, number):
+        self.server, (self.path, body) = server, KEYED[number]
+        self.body = {name: value for name, value in body.items() if value is not None}
+        self.body["seed"] = number
+        if "tools" in body or "structured_outputs" in body:
+            # The grammar ends the answer.
+            self.body.pop("ignore_eos")
+        self.head = {"Idempotency-Key": f"key {number}"}
+        self.frames, self.ids, self.answer, self.name = [], [], None, ""
+
+    def begin(self):
+        """Let the server keep the request: the head of an answer comes only then."""
+        connection, answer = self.server.request("POST", self.path, self.body, self.head)
+        self.read(answer, most=2)
+        connection.close()
+
+    def finish(self):
+        while self.answer is None:
+            try:
+                self.go_on()
+            except (OSError, http.client.HTTPException, ValueError):
+                pass
+            time.sleep(0.02)
+
+    def go_on(self):
+        last = {"Last-Event-ID": self.ids[-1]} if self.ids else {}
+        connection, answer = self.server.request("POST", self.path, self.body, self.head | last)
+        if answer.status == 503:
+            pass
+        elif answer.status != 200:
+            self.answer = f"{answer.status} {answer.read()}"
+        elif self.body["stream"]:
+            self.read(answer)
+        else:
+            self.name = answer.headers["x-stream-id"]
+            self.frames, self.answer = [json.loads(answer.read())], "whole"
+        connection.close()
+
+    def read(self, answer, most=None):
+        assert answer.status == 200, answer.read()
+        self.name = answer.headers["x-stream-id"]
+        id = None
+        for line in answer:
+            if line.startswith(b"id: "):
+                id = line[4:].decode().strip()
+            elif line.startswith(b"data: ") and line.endswith(b"\n"):
+                # An event counts when the empty line behind it has come.
+                if answer.readline() != b"\n":
+                    return
+                self.ids.append(id)
+                data = line[6:].strip()
+                if data == b"[DONE]":
+                    self.answer = "whole"
+                    return
+                self.frames.append(json.loads(data))
+                ends = ("message_stop", "response.completed", "response.incomplete", "error")
+                if self.frames[-1].get("type") in ends:
+                    self.answer = "whole"
+                    return
+                if len(self.ids) == most:
+                    return
+
+    def result(self):
+        """Return the events of each choice.  After damage the choices may advance in another order."""
+        assert self.answer == "whole", self.answer
+        assert len(set(self.ids)) == len(self.ids), f"events are repeated: {self.ids}"
+        unique = self.name.partition("-" if "-" in self.name else "_")[2]
+        choices = {}
+        for frame in self.frames:
+            found = json.loads(json.dumps(neutral(frame)).replace(unique, "ID"))
+            index = found["choices"][0]["index"] if found.get("choices") else 0
+            choices.setdefault(index, []).append(found)
+        return choices
+
+
+def neutral(value):
+    """Return a value without times, random ids of calls, and what depends on the cache."""
+    if isinstance(value, dict):
+        hidden = ("created", "created_at", "completed_at", "usage")
+        hidden += ("id",) * ("function" in value)
+        return {name: neutral(each) for name, each in value.items() if name not in hidden}
+    return [neutral(each) for each in value] if isinstance(value, list) else value
+
+
+NUM_BACKGROUND = 3
+NUM_KINDS = NUM_BACKGROUND + len(KEYED)
+
+
+def client_of(server, kind):
+    if kind < NUM_BACKGROUND:
+        return BackgroundClient(server, kind)
+    return KeyedClient(server, kind - NUM_BACKGROUND)
+
+
+def results(server, kinds, num_kills):
+    """Read answers of these kinds while the server is killed.  Returns what the clients got, and the number of kills."""
     server.start()
     try:
-        clients = [Client(server, number) for number in range(num_clients)]
-        for client in clients:
+        clients = [client_of(server, kind) for kind in kinds]
+        begun = [client for client in clients if client.body["stream"] or needs_id(client)]
+        for client in begun:
             client.begin()
         server.mark()
         readers = [threading.Thread(target=client.finish, daemon=True) for client in clients]
@@ -195,24 +313,43 @@ def texts(server, num_clients, num_kills):
             server.start()
         for reader in readers:
             reader.join(LIMIT_S)
-        return [client.text() for client in clients], num_killed
+        return [client.result() for client in clients], num_killed
     finally:
         server.kill()
 
 
+def needs_id(client):
+    """Whether a client needs an id before the first kill.  A whole reply with a key is sent again."""
+    return isinstance(client, BackgroundClient)
+
+
 def run(num_kills, num_clients, seed):
-    """Play rounds until so many kills are done.  Returns their number; raises AssertionError if a text differs."""
+    """Play rounds until so many kills are done.  Returns their number; raises AssertionError if an answer differs."""
     with tempfile.TemporaryDirectory() as folder:
         dice = random.Random(seed)
-        expected, _ = texts(KilledServer(f"{folder}/quiet", dice), num_clients, 0)
+        kinds = list(range(NUM_KINDS))
+        expected, _ = results(KilledServer(f"{folder}/quiet", dice), kinds, 0)
         num_done = number = 0
         while num_done < num_kills:
             number += 1
             server = KilledServer(f"{folder}/{number}", dice)
-            found, num_killed = texts(server, num_clients, min(6, num_kills - num_done))
-            assert found == expected, (found, expected)
+            drawn = dice.sample(kinds, num_clients)
+            found, num_killed = results(server, drawn, min(6, num_kills - num_done))
+            for kind, result in zip(drawn, found, strict=True):
+                assert result == expected[kind], difference(kind, result, expected[kind])
             num_done += num_killed
         return num_done
+
+
+def difference(kind, found, expected):
+    if isinstance(found, str):
+        return f"kind {kind}: {found!r} instead of {expected!r}"
+    for choice, events in expected.items():
+        got = found.get(choice, [])
+        pairs = [(i, a, b) for i, (a, b) in enumerate(zip(got, events, strict=False)) if a != b]
+        if pairs or len(got) != len(events):
+            return f"kind {kind}, choice {choice}: {len(got)} of {len(events)} events, {pairs[:1]}"
+    return f"kind {kind}: other choices"
 
 
 def main():
@@ -223,7 +360,7 @@ def main():
     args = parser.parse_args()
     num_kills = run(args.kills, args.clients, args.seed)
     sys.stdout.write(
-        f"{num_kills} kills, {args.clients} clients: all texts equal, no event twice\n"
+        f"{num_kills} kills, {args.clients} clients: all answers equal, no event twice\n"
     )
 
 
