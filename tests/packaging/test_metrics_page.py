@@ -1,11 +1,15 @@
 """The page lists exactly the metrics of the registries; `python -m tests.packaging.test_metrics_page` rewrites the list."""
 
+import random
 import re
 from pathlib import Path
 
 import anyio
 
+from tests.server.test_journal import SimulatedDisk
 from trouper.actors.observability.metrics import Metrics
+from trouper.frontends.server.durable.journal import Journal
+from trouper.frontends.server.durable.segments import Segments
 from trouper.frontends.server.models.metrics import ResidencyMetrics
 from trouper.frontends.server.models.policy import ResidencyLimits
 from trouper.frontends.server.models.residency import Residency
@@ -31,6 +35,10 @@ def rows(families):
 async def server_families():
     metrics = ServerMetrics()
     metrics.prefix = "trouper"
+    segments = Segments(
+        SimulatedDisk(random.Random(0), full_rate=0, error_rate=0), b"", bytes, max_bytes=0
+    )
+    metrics.journal = Journal(segments, "off", 0)
     return list(metrics.collect())
 
 

@@ -47,7 +47,7 @@ async def begin(client, body, num_events=0, headers=()):
         log = client.service.responses.log(name)
         await until(lambda: len(log._frames) >= num_events or log._is_over)
         tasks.cancel_scope.cancel()
-    return name, b"".join(log._frames)
+    return name, b"".join(b"id: %d\n%b" % pair for pair in enumerate(log._frames))
 
 
 async def events_of(client, name, query="", headers=()):

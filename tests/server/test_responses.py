@@ -32,7 +32,8 @@ def named_events(body):
     assert frames[-1] == ""
     found = []
     for frame in frames[:-1]:
-        name, data = frame.split("\n")
+        lines = [line for line in frame.split("\n") if not line.startswith("id: ")]
+        name, data = lines
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
         typed = construct_type(type_=ResponseStreamEvent, value=event)

@@ -14,7 +14,13 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskStatus
 
-from trouper.frontends.server.durable.records import Gone, Record, StreamEnded, StreamRecord
+from trouper.frontends.server.durable.records import (
+    Admitted,
+    Gone,
+    Record,
+    StreamEnded,
+    StreamRecord,
+)
 from trouper.frontends.server.durable.segments import JournalError, Segments
 from trouper.frontends.server.durable.streams import DurableStreams
 
@@ -24,6 +30,8 @@ SyncPolicy = Literal["off", "group", "step"]
 GROUP_S = 0.1
 # A record that takes longer does not hold up its answer: the disk stalls.
 STALL_S = 0.25
+# A request whose record takes longer is refused.
+ADMIT_S = 10.0
 # Seconds between two attempts to write after a failure.
 RETRY_S = 10.0
 # Seconds between two searches for streams to remove.
@@ -110,7 +118,7 @@ class Journal:
     def has_room(self, num_bytes: int) -> bool:
         """Return whether a stream of this size may be added."""
         has_room = self._segments.has_room(num_bytes) and self.streams.has_room()
-        return self.is_working and has_room
+        return has_room and not self._has_failed
 
     def record(self, id: str) -> StreamRecord | None:
         """Return what is kept of an ended stream."""
@@ -121,11 +129,8 @@ class Journal:
 
         It returns when they are written, or after a quarter of a second: a stalled disk delays durability, not tokens.
         """
-        if not self._pending:
-            self._waits_since = time.monotonic()
-        self._pending += records
+        self._add(records)
         written = self._written
-        self._news.set()
         if self._is_behind:
             return
         with anyio.move_on_after(STALL_S) as late:
@@ -133,6 +138,17 @@ class Journal:
         if late.cancelled_caught and not self._is_behind:
             self._is_behind = True
             logger.warning("the journal is behind: the disk takes more than %g s", STALL_S)
+
+    async def admit(self, record: Admitted) -> bool:
+        """Write a request before its client gets an answer.
+
+        Unlike tokens it cannot be made again, so a slow disk delays it.  Returns whether it was written in time.
+        """
+        self._add((record,))
+        written = self._written
+        with anyio.move_on_after(ADMIT_S):
+            await written.wait()
+        return written.is_set() and not self._has_failed
 
     async def note_end(self, id: str, failure: bytes = b"") -> None:
         """Write that a stream has ended, with its tokens or as given.  The time for which it is kept begins."""
@@ -156,6 +172,12 @@ class Journal:
             with anyio.CancelScope(shield=True):
                 await self._write_pending()
                 await anyio.to_thread.run_sync(self._segments.close, limiter=self._one_thread)
+
+    def _add(self, records: Sequence[Record]) -> None:
+        if not self._pending:
+            self._waits_since = time.monotonic()
+        self._pending += records
+        self._news.set()
 
     async def _wait(self) -> None:
         """Wait for records, or until something else is due."""

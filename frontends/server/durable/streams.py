@@ -177,7 +177,7 @@ class DurableStream:
 
     @contextmanager
     def read(self) -> Iterator[None]:
-        """Count a reader, without whom the answer is given up after some time."""
+        """Count a reader.  Without one, the answer is given up after some time."""
         self.num_readers += 1
         self._tell_turn()
         try:
@@ -283,7 +283,7 @@ class DurableStreams:
         return found
 
     async def wait_unread(self) -> None:
-        """Wait until nobody reads a running stream."""
+        """Wait until no running stream has a reader."""
         while read := [s for s in self._streams.values() if s.num_readers and not s.is_over]:
             turn = read[0].turn
             await turn.wait()

@@ -296,7 +296,7 @@ class StreamRun:
             stream.notes_end = False
 
     async def _answer(self) -> Exception | None:
-        """Run the handler until it ends, or until nobody has waited for its answer for some time.  Returns its failure."""
+        """Run the handler until it ends, or until its answer had no reader for some time.  Returns its failure."""
         failure: Exception | None = None
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._give_up_unread, tasks.cancel_scope, name="readers")
@@ -359,8 +359,8 @@ class StreamRun:
         # Bounded by the journal's own time limit.
         with anyio.CancelScope(shield=True):
             stream.is_admitted = True
-            await journal.write(record)
-        if not journal.is_working:
+            is_written = await journal.admit(record)
+        if not is_written:
             raise _no_journal()
 
     async def _adapter_digest(self) -> bytes:

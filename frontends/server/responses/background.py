@@ -159,10 +159,11 @@ async def follow(service: Service, context: RequestContext, name: str, start: in
     if log is None:
         text = "only a response made with background and stream can be streamed by its id; get this one without stream"
         raise HTTPError(400, "invalid_value", text, param="stream")
+    has_ids = service.journal is not None
     await context.start_events()
     while frames := await log.read(start):
         for number, frame in enumerate(frames, start):
-            await context.send_frame(b"id: %d\n%b" % (number, frame))
+            await context.send_frame(b"id: %d\n%b" % (number, frame) if has_ids else frame)
         start += len(frames)
     if log.is_dropped:
         text = "the events of this response were evicted; get the response by its id"

@@ -74,8 +74,10 @@ async def keep_request(
         raise unavailable("journal_unavailable", text)
     # Bounded by the journal's own time limit.
     with anyio.CancelScope(shield=True):
-        await journal.write(record)
-    if not journal.is_working:
+        is_written = await journal.admit(record)
+    if not is_written:
+        # It may still be written, and must not go on then.
+        await journal.delete(stream.id)
         raise unavailable("journal_unavailable", "the journal cannot be written; try again later")
     journal.streams.add(stream)
 
