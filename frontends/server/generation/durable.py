@@ -523,13 +523,22 @@ def _resume(service: Service, name: str, record: StreamRecord, route: Route | No
         stream.cool()
     else:
         journal.streams.num_resumed += 1
-        _begin_again(service, stream, tenant, route, record)
+        _begin_again(service, stream, tenant, route, record, name)
 
 
 def _begin_again(
-    service: Service, stream: DurableStream, tenant: str, route: Route, record: StreamRecord
+    service: Service,
+    stream: DurableStream,
+    tenant: str,
+    route: Route,
+    record: StreamRecord,
+    name: str | None = None,
 ) -> None:
-    """Run the handler of a kept request again."""
+    """Run the handler of a kept request again.
+
+    Args:
+        name: of the task; None for an answer that has ended, whose first task may still be writing its end.
+    """
     saved = msgspec.msgpack.decode(record.admitted.request, type=SavedCall)
     context = RequestContext(
         {"path": route.path, "method": "POST", "headers": []}, _receive_nothing, _send_nothing
@@ -541,7 +550,8 @@ def _begin_again(
     with ExitStack() as resources:
         context.ticket = resources.enter_context(service.enter(context))
         run = StreamRun(service, stream, saved, context, route, record)
-        service.background.start(stream.id, partial(run.perform, resources.pop_all()))
+        name = name or f"{stream.id} {secrets.token_hex(4)}"
+        service.background.start(name, partial(run.perform, resources.pop_all()))
 
 
 async def _receive_nothing() -> Message:
