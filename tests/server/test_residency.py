@@ -52,6 +52,7 @@ class Controls:
     async def wake(self, tags):
         await self._take("wake", SLEEP_S)
         self.lifecycle = Lifecycle()
+        return True
 
     async def _take(self, what, seconds):
         self.world.calls.append(what)
@@ -403,3 +404,53 @@ async def test_names_find_models(clock):
         assert [(each.name, each.state) for each in statuses] == [("a", "cold"), ("b", "cold")]
         assert json.loads(json.dumps(statuses[0].bytes))["now"] == 0
         assert residency.table.models["a"].record.memory.bytes_in(DOZING) == 7
+
+
+async def test_watchers_get_each_change(clock):
+    async with running() as residency:
+        service = residency.table.default.service
+        client = Client(App(service, is_admin_listener=True))
+        async with anyio.create_task_group() as tasks:
+
+            async def change():
+                await anyio.sleep(1)
+                await client.post("/models/load", {"model": "b"})
+                del residency.table.models["a"]
+                residency.note_table()
+                service.drain()
+                residency.close()
+
+            tasks.start_soon(change)
+            answer = await client.get("/models/events")
+        frames = [each.split("\ndata: ") for each in answer.body.decode().split("\n\n")[:-1]]
+        events = [(name.removeprefix("event: "), json.loads(data)) for name, data in frames]
+        assert {name for name, _ in events} == {"model_status", "model_remove"}
+        assert [(each["model"], each.get("state")) for _, each in events] == [
+            ("a", "cold"), ("b", "cold"), ("b", "loading"), ("b", "awake"), ("a", None),
+        ]  # fmt: skip
+        assert events[3][1]["status"] == {"value": "loaded"}
+        assert events[3][1]["seconds"] == LOAD_S
+        assert residency.num_watchers == 0
+
+
+async def test_watchers_are_bounded(clock):
+    async with running() as residency:
+        client = Client(App(residency.table.default.service))
+        residency.num_watchers = 32
+        answer = await client.get("/models/sse")
+        assert (answer.status, answer.error["code"]) == (503, "too_many_watchers")
+
+
+async def test_star_means_all_models(clock):
+    async with running(budget=20) as residency:
+        a, b = residency.table
+        client = Client(App(a.service, is_admin_listener=True))
+        await residency.load(a)
+        await residency.load(b)
+        assert (await client.post("/sleep?model=*&mode=keep", {})).status == 200
+        assert a.is_paused
+        assert b.is_paused
+        assert (await client.post("/wake_up?model=*", {})).json["status"] == "awake"
+        assert not a.is_paused
+        assert not b.is_paused
+        assert (await client.get("/is_sleeping?model=*")).status == 404

@@ -190,6 +190,10 @@ ROUTES = (
     Route("GET", "/v1/models", "user", models.list_models),
     Route("GET", MODEL, "user", models.show_model),
     Route("GET", "/models", "user", models.list_models),
+    *(
+        Route("GET", path, "user", models.watch_models, kind="events")
+        for path in ("/models/events", "/models/sse")
+    ),
     Route("POST", "/models/load", "admin", models.load_model, LoadModelRequest),
     Route("POST", "/models/unload", "admin", models.unload_model, UnloadModelRequest),
     Route("POST", "/models/reload", "admin", models.reload_models),

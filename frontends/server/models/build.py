@@ -83,6 +83,7 @@ class FolderReader:
                 del table.models[model.name]
                 front.services.remove(model.service)
                 removed.append(model.name)
+        self._residency.note_table()
         return [plan.options.name for plan in plans], removed
 
 

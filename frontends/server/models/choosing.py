@@ -12,6 +12,10 @@ from trouper.frontends.server.models.residency import Residency
 from trouper.frontends.server.models.table import HostedModel
 from trouper.frontends.server.shared.errors import HTTPError, unavailable
 
+# `?model=` with this value means all models, in the control routes that can change several at once.
+ALL_MODELS = "*"
+FOR_ALL = ("/sleep", "/wake_up", "/pause", "/resume")
+
 
 class ChoosingKeys(msgspec.Struct):
     """The fields of a body that can name its model.  Values of a wrong type are left to the route's own decoder."""
@@ -34,6 +38,8 @@ async def choose_model(
     keys = ChoosingKeys() if body is None else await _read_keys(residency, body)
     name = _name(residency, context, route, keys)
     table, is_asking = residency.table, route.generates or route.tokenizes
+    if name == ALL_MODELS and route.path in FOR_ALL:
+        return table.default
     if name is None and is_asking and not table.has_default:
         names = ", ".join(model.name for model in table)[:200]
         text = f"the request must name a model, since this server has several: {names}"

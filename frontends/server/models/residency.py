@@ -76,6 +76,10 @@ class Residency:
         self.num_transitions: dict[tuple[str, str], int] = {}
         self.transition_s = Distribution(SECONDS)
         self.wait_s = Distribution(SECONDS)
+        # Set and replaced at every change of a model's state, and of the table.
+        self.changed = anyio.Event()
+        # The clients of `GET /models/events`.
+        self.num_watchers = 0
         self._report = report
         self._news: anyio.Event | None = None
         self._pids: dict[str, dict[int, int]] = {}
@@ -162,6 +166,11 @@ class Residency:
             record.idle_since, record.wants_since = anyio.current_time(), math.inf
         self._tell()
 
+    @property
+    def is_closing(self) -> bool:
+        """Whether the server is shutting down, so that requests no longer wait for a model."""
+        return self._is_closing
+
     def keep(self, model: HostedModel, keep_alive_s: float | None) -> None:
         """Set how long the model stays awake after its last request; None means the time of its options."""
         default_s = model.options.keep_alive_s
@@ -171,13 +180,14 @@ class Residency:
     def hold(self, model: HostedModel, is_held: bool) -> None:
         """Leave the model as it is, because an administrator has paused it, or end that."""
         model.is_paused = model.record.is_held = is_held
+        self.note_table()
         self._tell()
 
     def close(self) -> None:
         """Refuse the requests that wait for a model, because the server is shutting down."""
         self._is_closing = True
         for model in self.table:
-            model.notify()
+            self._notify(model)
 
     def note_deaths(self) -> None:
         """End the failed engines.  Their models are loaded again after a pause."""
@@ -241,6 +251,15 @@ class Residency:
         while model.record.state not in (state, FAILED):
             await model.changed.wait()
 
+    def note_table(self) -> None:
+        """Wake the watchers of all models, because a model was added, removed or changed."""
+        self.changed.set()
+        self.changed = anyio.Event()
+
+    def _notify(self, model: HostedModel) -> None:
+        model.notify()
+        self.note_table()
+
     # The task
 
     def _tell(self) -> None:
@@ -274,7 +293,7 @@ class Residency:
             if record.state is FAILED and now >= record.retry_at and model.plan.config is not None:
                 record.state = COLD
                 _note_wants(record)
-                model.notify()
+                self._notify(model)
 
     def _drain(self, now: float) -> None:
         """Let new requests of models wait or begin, as the policy decides."""
@@ -282,13 +301,13 @@ class Residency:
         for model in self.table:
             was_draining, model.is_draining = model.is_draining, model.name in names
             if was_draining and not model.is_draining:
-                model.notify()
+                self._notify(model)
 
     async def _move(self, model: HostedModel, to: ModelState) -> None:
         """Carry out one transition.  A failure is the model's own, so the others go on."""
         record, begun, before = model.record, anyio.current_time(), model.record.state
         model.moves_to = to
-        model.notify()
+        self._notify(model)
         failure: str | None = None
         try:
             if to is AWAKE and before is COLD:
@@ -309,13 +328,13 @@ class Residency:
         if record.state is before:
             self._note_done(model, to, anyio.current_time() - begun)
             await self._correct(model)
-        model.notify()
+        self._notify(model)
 
     def _note_done(self, model: HostedModel, to: ModelState, seconds: float) -> None:
         record, now = model.record, anyio.current_time()
         before, record.state = record.state, to
         record.is_leaving &= to is not COLD
-        model.num_failures, model.error = 0, None
+        model.num_failures, model.error, model.last_change_s = 0, None, seconds
         if to is AWAKE:
             record.woken_at, record.wants_since = now, math.inf
         elif record.wants:
@@ -337,13 +356,13 @@ class Residency:
         if is_killed and model.num_failures <= service.config.max_worker_restarts:
             # It is cold as before, and the policy loads it again.
             logger.warning("%s is loaded again: %s", model.name, failure)
-            model.notify()
+            self._notify(model)
             return
         is_alive = not service.is_starting and service.engine.dead_error is None
         if is_alive and before is not COLD and model.num_failures <= MAX_RETRIES:
             record.state, record.is_held = place_of(service), True
             logger.warning("%s: a change failed and is tried again: %s", model.name, failure)
-            model.notify()
+            self._notify(model)
             assert self._group is not None
             self._group.start_soon(self._release_later, model, name="retry")
             return
@@ -365,7 +384,7 @@ class Residency:
         record.is_leaving = model.is_paused = record.is_held = False
         model.error = failure
         self._report(f"{model.name} has failed, and is tried again in {pause_s:.0f} s: {failure}")
-        model.notify()
+        self._notify(model)
         self._tell()
 
     async def _load(self, model: HostedModel) -> str | None:
@@ -409,7 +428,7 @@ class Residency:
             self._fail(model, failure or "the engine has ended")
         else:
             model.stop = anyio.Event()
-            model.notify()
+            self._notify(model)
 
     async def _stop(self, model: HostedModel) -> None:
         """Stop a model's engine, and wait until its processes have ended."""

@@ -72,6 +72,8 @@ class HostedModel:
         self.changed = anyio.Event()
         # Set to end its engine.
         self.stop = anyio.Event()
+        # How long its last transition took.
+        self.last_change_s = 0.0
         # The reason of the last failure, and the number of failures in succession.
         self.error: str | None = plan.error
         self.num_failures = 0

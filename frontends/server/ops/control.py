@@ -14,6 +14,7 @@ from trouper.errors import (
     invalid,
 )
 from trouper.frontends.server.http.context import RequestContext
+from trouper.frontends.server.models.choosing import ALL_MODELS
 from trouper.frontends.server.models.residency import residency_of
 from trouper.frontends.server.service.service import MAX_ECHO, Service
 from trouper.frontends.server.shared import fields
@@ -59,15 +60,18 @@ async def sleep(service: Service, context: RequestContext, _: None) -> None:
     level, mode = _one(query, "level", "1"), _one(query, "mode", "abort")
     if level not in ("0", "1", "2"):
         raise _bad_query("level", "must be 0, 1 or 2")
-    with _transition(), _held(service, is_after=True):
-        await service.engine.controls.sleep(int(level), mode)
+    for each in _chosen(service, context, is_resting=False):
+        with _transition(), _held(each, is_after=True):
+            await each.engine.controls.sleep(int(level), mode)
     await context.send_json({"status": "sleeping", "level": int(level)})
 
 
 async def wake_up(service: Service, context: RequestContext, _: None) -> None:
     tags = context.query().get("tags")
-    with _transition(), _held(service, is_after=False):
-        is_awake = await service.engine.controls.wake(tags)
+    is_awake = True
+    for each in _chosen(service, context, is_resting=True):
+        with _transition(), _held(each, is_after=False):
+            is_awake &= await each.engine.controls.wake(tags)
     await context.send_json({"status": "awake" if is_awake else "sleeping", "tags": tags})
 
 
@@ -78,14 +82,16 @@ async def is_sleeping(service: Service, context: RequestContext, _: None) -> Non
 async def pause(service: Service, context: RequestContext, _: None) -> None:
     query = context.query()
     clears = _flag(query, "clear_cache", "true")
-    with _transition(), _held(service, is_after=True):
-        await service.engine.controls.pause(_one(query, "mode", "abort"), clear_cache=clears)
+    for each in _chosen(service, context, is_resting=False):
+        with _transition(), _held(each, is_after=True):
+            await each.engine.controls.pause(_one(query, "mode", "abort"), clear_cache=clears)
     await context.send_json({"status": "paused"})
 
 
 async def resume(service: Service, context: RequestContext, _: None) -> None:
-    with _transition(), _held(service, is_after=False):
-        await service.engine.controls.resume()
+    for each in _chosen(service, context, is_resting=True):
+        with _transition(), _held(each, is_after=False):
+            await each.engine.controls.resume()
     await context.send_json({"status": "resumed"})
 
 
@@ -127,6 +133,20 @@ async def stop_profile(service: Service, context: RequestContext, _: None) -> No
     service.config.profile_folder()  # raises if no folder is configured
     await service.engine.controls.stop_profile()
     await context.send_empty()
+
+
+def _chosen(service: Service, context: RequestContext, *, is_resting: bool) -> list[Service]:
+    """Return the services of a call: that of its model, or with `?model=*` those of all models that it can change.
+
+    Args:
+        is_resting: the call ends a rest, so `*` means the models that an administrator has put to rest; otherwise it
+            means the awake ones.
+    """
+    residency = residency_of(service)
+    if residency is None or _one(context.query(), "model", "") != ALL_MODELS:
+        return [service]
+    models = [model for model in residency.table if model.is_awake]
+    return [model.service for model in models if model.is_paused or not is_resting]
 
 
 @contextmanager

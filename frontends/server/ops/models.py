@@ -1,4 +1,4 @@
-"""List the models of a server, and load or unload them."""
+"""List the models of a server, follow their states, and load or unload them."""
 
 import time
 from typing import Any, ClassVar
@@ -13,8 +13,12 @@ from trouper.frontends.server.models.residency import Residency, residency_of
 from trouper.frontends.server.models.table import ModelStatus, status_words
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared import fields
-from trouper.frontends.server.shared.errors import HTTPError, unsupported
+from trouper.frontends.server.shared.errors import HTTPError, unavailable, unsupported
 
+# Each watcher has a connection with up to 64 KiB in its buffers, so these take 2 MiB.
+MAX_WATCHERS = 32
+# A comment after this silence shows watchers and proxies that the connection is alive.
+COMMENT_S = 15.0
 MODELS = "/v1/models/"  # a name follows, which may hold slashes
 
 
@@ -95,6 +99,63 @@ def _state(residency: Residency, service: Service) -> dict[str, Any]:
     return {
         "status": status_words(status),
         **{name: getattr(status, name) for name in ModelStatus.__struct_fields__ if name != "name"},
+    }
+
+
+async def watch_models(service: Service, context: RequestContext, _: None) -> None:
+    """Stream the state of each model, and then each change, as server-sent events.
+
+    A watcher that reads slowly gets the newest state of a model instead of a queue of old ones.
+
+    Raises:
+        HTTPError: the server has one model (400), or too many clients watch already (503).
+    """
+    residency = _need(service, "models/events")
+    if residency.num_watchers >= MAX_WATCHERS:
+        raise unavailable("too_many_watchers", f"{MAX_WATCHERS} clients watch the models already")
+    residency.num_watchers += 1
+    try:
+        await context.start_events()
+        await _send_states(service, residency, context)
+    finally:
+        residency.num_watchers -= 1
+
+
+async def _send_states(service: Service, residency: Residency, context: RequestContext) -> None:
+    """Send what differs from the states that the client has, until it leaves or the server stops."""
+    known: dict[str, dict[str, Any]] = {}
+    # The stream ends in order a little before its deadline, and the client opens another one.
+    while context.age_s < context.timeout_s - 1:
+        changed = residency.changed
+        now = anyio.current_time()
+        for status in residency.table.statuses(now):
+            state = _event(residency, status)
+            if known.get(status.name) != state:
+                known[status.name] = state
+                await context.send_event({"model": status.name, **state}, "model_status")
+        for name in [name for name in known if name not in residency.table.models]:
+            del known[name]
+            await context.send_event({"model": name}, "model_remove")
+        if service.is_draining or context.is_gone:
+            break
+        wait_s = min(COMMENT_S, context.timeout_s - 1 - context.age_s)
+        with anyio.move_on_after(wait_s) as silence:
+            await changed.wait()
+        if silence.cancelled_caught:
+            await context.send_comment()
+    await context.end_events(b"")
+
+
+def _event(residency: Residency, status: ModelStatus) -> dict[str, Any]:
+    """Return what changes only with the state of a model, not with its requests."""
+    model = residency.table.models[status.name]
+    return {
+        "status": status_words(status),
+        "state": status.state,
+        "is_paused": model.is_paused,
+        "bytes": status.bytes,
+        "seconds": round(model.last_change_s, 3),
+        "error": status.error,
     }
 
 
