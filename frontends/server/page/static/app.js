@@ -61,6 +61,8 @@ async function follow() {
     } catch (problem) {
       set({ link: problem.status === 401 ? "key" : "lost" });
     }
+    // A new key is tried at once, also if it comes while the server has not answered yet.
+    if (attempt.signal.aborted) continue;
     await new Promise((go) => {
       wake = go;
       setTimeout(go, wait);
@@ -165,7 +167,7 @@ function KeyDialog() {
   };
   return html`<${Dialog} label="API key">
     <p>It stays in this tab, and goes out as a header to this server only.</p>
-    <form onSubmit=${save}><input name="key" type="password" autocomplete="off" aria-label="Key" value=${store.key} />
+    <form onSubmit=${save}><input name="key" type="password" autocomplete="off" aria-label="Key" defaultValue=${store.key} />
       <p><button class="btn main" type="submit">Use it</button></p></form></>`;
 }
 
