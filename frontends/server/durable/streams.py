@@ -53,7 +53,7 @@ class Cursor(NamedTuple):
         places = ".".join(map(str, self.tokens))
         return f"{places}-{self.num_more}" if self.num_more else places
 
-    def covers(self, entry: "Entry") -> bool:
+    def covers(self, entry: "LoggedEvent") -> bool:
         """Return whether a client with this cursor has an event.
 
         After damage the choices may advance in another order than before.  Then the tokens of the event's own choice decide.
@@ -68,7 +68,7 @@ class Cursor(NamedTuple):
         return Cursor(tokens, other.num_more)
 
 
-class Entry(NamedTuple):
+class LoggedEvent(NamedTuple):
     """One event: its bytes, the choice that has advanced last, and its place.  The mark at the end has no place."""
 
     frame: bytes
@@ -111,7 +111,7 @@ class DurableStream:
         self.attach: Callable[[Any, Any], Awaitable[None]] | None = None
         # Makes the events again, from what the journal has kept.
         self.make_again: Callable[[StreamRecord], None] | None = None
-        self.entries: list[Entry] = []
+        self.entries: list[LoggedEvent] = []
         self.num_bytes = 0
         self.num_readers = 0
         self.news = anyio.Event()
@@ -154,7 +154,7 @@ class DurableStream:
         """Append an event, or a part of a whole reply."""
         if not is_end:
             self._cursor = Cursor(self._cursor.tokens, self._cursor.num_more + 1)
-        self.entries.append(Entry(frame, self._choice, self._cursor, is_end))
+        self.entries.append(LoggedEvent(frame, self._choice, self._cursor, is_end))
         self.num_bytes += len(frame) + ENTRY_BYTES
         self._wake()
 

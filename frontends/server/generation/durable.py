@@ -25,7 +25,7 @@ from trouper.frontends.server.durable.streams import (
     END,
     Cursor,
     DurableStream,
-    Entry,
+    LoggedEvent,
     cursor_invalid,
 )
 from trouper.frontends.server.generation.driver import Driver
@@ -454,7 +454,9 @@ async def _send_events(
     await context.end_events(b"")
 
 
-def _is_wanted(cursor: Cursor, entry: Entry, *, is_behind_end: bool, has_cursor: bool) -> bool:
+def _is_wanted(
+    cursor: Cursor, entry: LoggedEvent, *, is_behind_end: bool, has_cursor: bool
+) -> bool:
     if is_behind_end:
         return False
     return entry.is_end or not has_cursor or not cursor.covers(entry)
