@@ -40,7 +40,7 @@ WORDS = ("def", "return", "x", "foo", "bar", "if", "import", "class")
 WATCH_S = 0.1
 
 
-class Asked(NamedTuple):
+class DrawnRequest(NamedTuple):
     """One request: its path and body, which names the model."""
 
     path: str
@@ -121,7 +121,7 @@ def make_models(folder: Path) -> dict[str, str]:
     return {"chat": str(noisy), "code": str(DEMO_MODEL), "embed": str(encoder)}
 
 
-def drawn_requests(num: int) -> list[Asked]:
+def drawn_requests(num: int) -> list[DrawnRequest]:
     """Draw chats, completions and embeddings; half of the generating ones are streams, half are greedy."""
     dice = random.Random(0)
     drawn = []
@@ -129,7 +129,7 @@ def drawn_requests(num: int) -> list[Asked]:
         text = " ".join(dice.choice(WORDS) for _ in range(dice.randint(2, 30)))
         kind = dice.choice(("chat", "chat", "completion", "completion", "embed"))
         if kind == "embed":
-            drawn.append(Asked("/v1/embeddings", {"model": "embed", "input": text}))
+            drawn.append(DrawnRequest("/v1/embeddings", {"model": "embed", "input": text}))
             continue
         body: dict[str, Any] = {
             "model": dice.choice(("chat", "code")), "max_tokens": dice.randint(1, 48), "seed": seed,
@@ -137,14 +137,14 @@ def drawn_requests(num: int) -> list[Asked]:
         }  # fmt: skip
         if kind == "chat":
             body["messages"] = [{"role": "user", "content": text}]
-            drawn.append(Asked("/v1/chat/completions", body))
+            drawn.append(DrawnRequest("/v1/chat/completions", body))
         else:
-            drawn.append(Asked("/v1/completions", {**body, "prompt": text}))
+            drawn.append(DrawnRequest("/v1/completions", {**body, "prompt": text}))
     return drawn
 
 
 def ask_all(
-    port: int, asked: Sequence[Asked], num_clients: int, answered: list[int] | None = None
+    port: int, asked: Sequence[DrawnRequest], num_clients: int, answered: list[int] | None = None
 ) -> list[str]:
     """Return the answer of each request: its text, or its embedding rounded to four places, or its error.
 
@@ -161,7 +161,7 @@ def ask_all(
         return list(pool.map(ask, range(len(asked))))
 
 
-def _ask(port: int, asked: Asked) -> str:
+def _ask(port: int, asked: DrawnRequest) -> str:
     call = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
     try:
         body = json.dumps(asked.body).encode()

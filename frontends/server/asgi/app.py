@@ -33,7 +33,7 @@ from trouper.frontends.server.http.context import (
     Send,
 )
 from trouper.frontends.server.http.decoding import decode
-from trouper.frontends.server.http.forms import Form
+from trouper.frontends.server.http.forms import FormBody
 from trouper.frontends.server.http.headers import HostNames, cors_headers
 from trouper.frontends.server.http.logs import access_line
 from trouper.frontends.server.http.route import Route
@@ -299,7 +299,9 @@ class App:
         content_type = context.header(b"content-type") or b""
         memory = stack.enter_context(service.bodies.open())
         await context.read_body(self._settings, memory)
-        form = await anyio.to_thread.run_sync(Form, memory.whole(), content_type, limiter=limiter)
+        form = await anyio.to_thread.run_sync(
+            FormBody, memory.whole(), content_type, limiter=limiter
+        )
         memory.release()
         if residency is not None:
             service = (await choose_model(residency, context, route, form.model_key())).service

@@ -18,7 +18,7 @@ MAX_PARTS, MAX_TEXT = 64, 64 * 2**10
 MAX_NAME = 200
 
 
-class Form:
+class FormBody:
     """The parts of a form by name: texts, and the bytes of files.
 
     A name that ends in `[]` has a list, which every part of that name extends.

@@ -106,7 +106,7 @@ class TokenUsage(msgspec.Struct):
     type: str = "tokens"
 
 
-class TextDelta(msgspec.Struct):
+class TranscriptDelta(msgspec.Struct):
     delta: str
     type: str = "transcript.text.delta"
 
@@ -117,7 +117,7 @@ class TextDone(msgspec.Struct):
     type: str = "transcript.text.done"
 
 
-class Job(NamedTuple):
+class TranscriptionJob(NamedTuple):
     """A request to the model of one family."""
 
     fields: TranscriptionRequest
@@ -145,7 +145,9 @@ def create_transcription(
     if media is None or media.modality != AUDIO:
         name, own = service.check_model(request.model), modality_of(config.model.source_config)
         raise no_media(AUDIO, config.no_media, name, "model", own)
-    return drive(service, context, Job(request, media.model_type), TranscriptionAdapter)
+    return drive(
+        service, context, TranscriptionJob(request, media.model_type), TranscriptionAdapter
+    )
 
 
 async def refuse_translation(service: Service, context: RequestContext, request: Any) -> None:
@@ -160,7 +162,7 @@ class TranscriptionAdapter:
     STREAM_END: ClassVar[bytes] = DONE
 
     @staticmethod
-    def parse(request: Job, model: ServedModel) -> ParsedRequest:
+    def parse(request: TranscriptionJob, model: ServedModel) -> ParsedRequest:
         form = request.fields
         _check(form)
         given: dict[str, Any] = {
@@ -193,13 +195,13 @@ class TranscriptionAdapter:
         return parsed
 
     @staticmethod
-    def client_name(request: Job, parameter: str) -> str:
+    def client_name(request: TranscriptionJob, parameter: str) -> str:
         if parameter == "max_tokens":
             return "max_completion_tokens"
         return "file" if parameter.startswith(PLACES) else parameter
 
     def __init__(
-        self, request: Job, parsed: ParsedRequest, model: ServedModel, head: ReplyHead
+        self, request: TranscriptionJob, parsed: ParsedRequest, model: ServedModel, head: ReplyHead
     ) -> None:
         self._form = request.fields
         may_have_head = request.family == "qwen3_asr" and request.fields.language is None
@@ -212,7 +214,7 @@ class TranscriptionAdapter:
 
     def render(self, update: ChoiceUpdate, usage: Usage | None) -> list[StreamEvent]:
         delta = self._add(update)
-        return [StreamEvent(TextDelta(delta))] if delta else []
+        return [StreamEvent(TranscriptDelta(delta))] if delta else []
 
     def end(self, usage: Usage) -> list[StreamEvent]:
         assert self._output is not None
