@@ -93,7 +93,8 @@ class OpsConfig(msgspec.Struct, frozen=True, kw_only=True):
 class HostTokens(NamedTuple):
     """The token ids, positions and cache slots of one step: int64 tensors [T] in host memory.
 
-    All sequences of the step follow each other without padding. With images in a model of positions in time, height and
+    All sequences of the step follow each other without padding. If groups of layers have block tables of their own, `slots_T`
+    has a row for each table, [tables, T]. With images in a model of positions in time, height and
     width, `axes_3T` contains these positions.
     """
 
@@ -369,6 +370,14 @@ class CpuOps(Ops):
         )
         return tiles, mask_tensors(tiles, self._config.dtype)
 
+    def plan_tables(self, tables: Sequence[np.ndarray], *args: Any) -> list[Any]:
+        """Prepare the attention of a step for layers with one window and several block tables.
+
+        Args:
+            tables: the block ids of each; the other arguments are those of `plan`.
+        """
+        return [self.plan(table, *args) for table in tables]
+
     def begin_step(
         self, tokens: HostTokens, table_VE: Tensor, scale: float, rope_tables: Sequence[Tensor]
     ) -> tuple[Tensor, Any]:
@@ -378,6 +387,10 @@ class CpuOps(Ops):
     def begin(self, positions_T: Tensor, slots_T: Tensor, rope_tables: Sequence[Tensor]) -> Any:
         """Return the data that all layers share, for a step whose tokens another pipeline stage embedded."""
         return slots_T, [rotation_of(table, positions_T) for table in rope_tables]
+
+    def with_slots(self, step: Any, slots_T: Tensor) -> Any:
+        """Return the data of a step for layers whose keys have other cache slots."""
+        return slots_T, step[1]
 
     def embed(self, table_VE: Tensor, ids_T: Tensor, scale: float) -> Tensor:
         """Return scale · table[ids], [T, E].

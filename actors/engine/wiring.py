@@ -315,7 +315,7 @@ def _make_policy(config: EngineConfig, info: DeviceInfo) -> AnyPolicy:
     shared, caches = Shared(), scheduler.enable_prefix_caching
     policies: list[Policy] = []
     for _ in range(num_replicas):
-        blocks = KVBlocks(info.num_blocks, info.block_size, caches)
+        blocks = KVBlocks(info.num_blocks, info.block_size, caches, info.kv_layout)
         tier = None if config.tier is None else Tier(blocks)
         states = _make_states(info, has_cache=caches)
         policies.append(Policy(scheduler, blocks, shared, states, tier))
@@ -347,7 +347,7 @@ def cache_labels(config: EngineConfig, info: DeviceInfo) -> dict[str, str]:
     All values are texts, because they become labels of a metric with the constant value 1.
     """
     num_blocks = info.num_blocks - 1  # all but the null block
-    num_tokens = num_blocks * info.block_size
+    num_tokens = info.num_kv_tokens(config.max_model_len)
     facts: dict[str, object] = {
         "block_size": info.block_size,
         "cache_dtype": "auto",
@@ -450,7 +450,8 @@ async def _load(
         await load_device(executors[0], "executor")
     # A request may move to any replica, so each offers the blocks that all have.
     info = min(infos, key=lambda info: info.num_blocks)
-    config = fitted(config, info.num_blocks - 1, info.longest)  # all but the null block
+    # All but the null block.
+    config = fitted(config, info.kv_layout.num_tokens(info.num_blocks - 1), info.longest)
     if (line := context_line(config, info.longest)) is not None:
         logger.warning(line)
     if (line := states_line(config, info.num_state_rows, info.state_bytes)) is not None:

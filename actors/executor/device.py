@@ -22,6 +22,7 @@ from trouper.actors.messages.steps import (
     TierAnswer,
     TierOrder,
 )
+from trouper.config.kv_layout import KVLayout
 
 Result_co = TypeVar("Result_co", covariant=True)
 StepResult = StepDone | PoolDone | StepFailed
@@ -49,6 +50,8 @@ class DeviceInfo(msgspec.Struct, frozen=True):
 
     A model with recurrent mixers keeps a state of `state_bytes` for each sequence. Then `num_state_rows` sequences can run at
     once, and `num_snapshots` rows behind theirs keep copies.
+
+    `layout` describes which layers share a block; without it all of them do.
     """
 
     num_blocks: int
@@ -60,6 +63,16 @@ class DeviceInfo(msgspec.Struct, frozen=True):
     num_state_rows: int = 0
     num_snapshots: int = 0
     state_bytes: int = 0
+    layout: KVLayout | None = None
+
+    @property
+    def kv_layout(self) -> KVLayout:
+        """Return the rule by which a sequence takes blocks."""
+        return self.layout or KVLayout(self.block_size)
+
+    def num_kv_tokens(self, num_tokens: int) -> int:
+        """Count the tokens of all sequences of one length that the KV cache holds at once."""
+        return self.kv_layout.num_room_tokens(self.num_blocks - 1, num_tokens)
 
 
 def timed(result: StepResult, seconds: float) -> StepResult:

@@ -123,6 +123,9 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks_cached: int = 0
     # Without the null block.
     num_blocks_total: int = 0
+    # The bytes of the held blocks: of layers that see all tokens, and of layers with a window.  0 if the device does not know them.
+    num_full_kv_bytes: int = 0
+    num_window_kv_bytes: int = 0
     # Snapshots of recurrent states: those that prompts may begin with, rows that steps in flight write or siblings wait for, and
     # free rows.
     num_state_snapshots: int = 0

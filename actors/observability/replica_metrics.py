@@ -319,6 +319,12 @@ class ReplicaMetrics:
         yield Number("kv_tier_files", "Files of the tier on disk.", {(): stats.tier_files})
         yield Number("kv_cache_usage_perc", "KV blocks in use, 0 to 1.", {(): stats.kv_cache_usage})
         yield Number(
+            "kv_cache_used_bytes",
+            "Bytes of KV blocks in use, by kind: of layers that see all tokens, and of layers with a window.",
+            keyed({"full": stats.num_full_kv_bytes, "window": stats.num_window_kv_bytes}),
+            ("kind",),
+        )
+        yield Number(
             "engine_sleep_state", "1 for the sleep state of the engine; none is 1 in a mere pause.",
             keyed(self._sleep_states), ("sleep_state",),
         )  # fmt: skip

@@ -6,6 +6,7 @@ the constructor chose for the model's dtype, norm and activation.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,6 +86,10 @@ class NativeOps(CpuOps):
     ) -> NativePlan:
         return self._planner.plan(block_ids, rows, starts, counts, window, are_prompts, spans)
 
+    def plan_tables(self, tables: Sequence[np.ndarray], *args: Any) -> list[NativePlan]:
+        plan = self._planner.plan(tables[0], *args)
+        return [plan, *(plan.with_blocks(table) for table in tables[1:])]
+
     def embed(self, table_VE: Tensor, ids_T: Tensor, scale: float) -> Tensor:
         assert table_VE.is_contiguous()
         num_tokens, width = len(ids_T), table_VE.shape[1]
@@ -104,6 +109,11 @@ class NativeOps(CpuOps):
         self, positions_T: Tensor, slots_T: Tensor, rope_tables: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         return positions_T, slots_T, [self._float32.of(table) for table in rope_tables]
+
+    def with_slots(
+        self, step: tuple[Tensor, Tensor, list[Tensor]], slots_T: Tensor
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        return step[0], slots_T, step[2]
 
     def norm(self, x_TE: Tensor, weight: Tensor) -> Tensor:
         z_TE = padded(len(x_TE), x_TE.shape[1], x_TE.dtype)

@@ -204,11 +204,11 @@ def test_model_that_pools_keeps_no_cache_and_its_length(folder, memory):
 def test_the_devices_have_the_last_word(folder, memory):
     memory(8 * GIB)
     config = dummy(folder())
-    assert fitted(config, 100) is config
-    short = fitted(config, 3)
+    assert fitted(config, 100 * 128) is config
+    short = fitted(config, 3 * 128)
     assert (short.max_model_len, short.scheduler.max_model_len) == (384, 384)
     given = dummy(folder(), max_model_len=10_000)
-    assert fitted(given, 3) is given
+    assert fitted(given, 3 * 128) is given
 
 
 def test_engine_works_with_length_that_fits_and_says_so_once(caplog, memory):

@@ -5,8 +5,8 @@ import torch
 from trouper.actors.executor.models.decoder import KVCacheSpec
 from trouper.actors.executor.steps.kv_memory import KVCache
 
-WIDE = KVCacheSpec(num_layers=2, num_heads=4, head_dim=8, windows=(None,))
-NARROW = KVCacheSpec(num_layers=3, num_heads=1, head_dim=16, windows=(64,))
+WIDE = KVCacheSpec(num_layers=2, num_heads=4, head_dim=8, keys=(None,))
+NARROW = KVCacheSpec(num_layers=3, num_heads=1, head_dim=16, keys=(64,))
 
 
 def test_token_takes_keys_and_values_of_every_layer():

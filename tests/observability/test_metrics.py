@@ -29,7 +29,7 @@ from trouper.params import RepetitionDetectionParams, RequestOutputKind, Samplin
 GAUGES = {
     "num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason",
     "step_prompt_budget_seconds", "fluid_lag_tokens",
-    "kv_cache_usage_perc", "engine_sleep_state", "cache_config_info", "worker_up",
+    "kv_cache_usage_perc", "kv_cache_used_bytes", "engine_sleep_state", "cache_config_info", "worker_up",
     "replica_failed", "state_snapshots", "kv_tier_bytes", "kv_tier_files",
 }  # fmt: skip
 COUNTERS = {

@@ -52,6 +52,8 @@ class Driver:
         self.runner, self.chunk, self.stagger = runner, chunk, stagger
         info = runner.load()
         self.block_size = info.block_size
+        # Each group of layers has a block of its own.
+        self.num_tables = len(info.kv_layout.windows)
         self.free = list(range(1, info.num_blocks))
         if shuffle is not None:
             random.Random(shuffle).shuffle(self.free)
@@ -83,7 +85,8 @@ class Driver:
         counts = [max(1, min(self.chunk, len(s.prompt) - s.num_computed)) for s in sequences]
         new_rows, new_blocks = [], []
         for s, count in zip(sequences, counts, strict=True):
-            needed = -(-(s.num_computed + count) // self.block_size) - len(s.blocks)
+            needed = -(-(s.num_computed + count) // self.block_size) * self.num_tables
+            needed -= len(s.blocks)
             blocks = tuple(self.free.pop() for _ in range(needed))
             s.blocks += blocks
             if s.num_computed == 0:

@@ -102,8 +102,8 @@ def test_the_prefix_cache_and_preemption_change_nothing(tmp_path):
         again, cached = answers(roomy, prompts)
         assert again == alone
         assert all(cached)
-    # 20 blocks of 4 tokens for four sequences of 33 tokens and more
-    with LLM(str(tmp_path), **options, num_gpu_blocks_override=20) as tight:
+    # 25 blocks of 4 tokens for four sequences of 33 tokens and more, which start only with room for their prompts
+    with LLM(str(tmp_path), **options, num_gpu_blocks_override=25) as tight:
         assert answers(tight, prompts)[0] == alone
         metrics = {metric.name: metric for metric in tight.get_metrics()}
         assert metrics["trouper:num_preemptions"].value > 0

@@ -214,7 +214,7 @@ class BlocksMachine(RuleBasedStateMachine):
         cached = [block for block in self.free if self.blocks.hash_of(block) is not None]
         assert self.blocks.num_cached == len(cached)
         assert 0 not in self.free
-        for block in range(self.blocks.num_blocks):
+        for block in range(1, self.blocks.num_blocks):
             holders = sum(table.count(block) for table in self.tables)
             assert self.blocks.num_references(block) == holders
 

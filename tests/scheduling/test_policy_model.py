@@ -18,11 +18,14 @@ from trouper.actors.messages.requests import Admit, LoadedAdapter, RequestOption
 from trouper.actors.messages.steps import DeviceLost, StepDone
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.state.kv_blocks import KVBlocks
+from trouper.config.kv_layout import KVLayout
 from trouper.config.scheduler_config import SchedulerConfig
 from trouper.params import SamplingParams
 
 EOS, SECOND_EOS, VOCABULARY, POISON = 0, 1, 40, -7
 MAX_MODEL_LEN = 24
+# Of the groups of layers.
+WINDOWS = (None,), (None, 3), (None, 5, 5, 2), (4,), (None, 9)
 
 
 def next_token(token_ids, seed):
@@ -61,12 +64,30 @@ class Row:
 
 
 class PagedDevice:
-    """Rows of tokens and block tables, and a KV cache that stores the token ids themselves."""
+    """Rows of tokens and block tables, and a KV cache that stores the token ids themselves.
 
-    def __init__(self, num_blocks, block_size):
-        self.block_size = block_size
+    Each group of layers has its own entries in the tables, and reads no further back than its window.
+    """
+
+    def __init__(self, num_blocks, block_size, windows=(None,)):
+        self.block_size, self.windows = block_size, windows
         self.memory = [[POISON] * block_size for _ in range(num_blocks)]
         self.rows = {}
+
+    def place(self, row, group, position):
+        """(block, offset) of a position for one group."""
+        block, offset = divmod(position, self.block_size)
+        return row.table[block * len(self.windows) + group], offset
+
+    def check(self, row, position):
+        """Read what a query at this position sees."""
+        for group, window in enumerate(self.windows):
+            for p in range(0 if window is None else max(0, position - window + 1), position + 1):
+                block, offset = self.place(row, group, p)
+                assert block != 0, "no query sees the null block"
+                assert self.memory[block][offset] == row.entry(p) + 10**6 * group, (
+                    "the cache holds the sequence's own tokens, by its own adapter and group"
+                )
 
     def run(self, plan):
         size = self.block_size
@@ -75,8 +96,10 @@ class PagedDevice:
             self.memory[target][:] = self.memory[source]
         for new in plan.new_sequences:
             row = self.rows[new.request_slot] = Row(new)
-            for position in range(starts[new.request_slot], len(row.table) * size):
-                self.memory[row.table[position // size]][position % size] = POISON
+            for position in range(
+                starts[new.request_slot], len(row.table) // len(self.windows) * size
+            ):
+                self.spoil(row, position)
         for row, blocks in plan.new_blocks:
             self.rows[row].table += blocks
             for block in blocks:
@@ -86,7 +109,11 @@ class PagedDevice:
         ):
             state = self.rows[row]
             for position in range(start, start + count):
-                self.memory[state.table[position // size]][position % size] = state.entry(position)
+                for group in range(len(self.windows)):
+                    block, offset = self.place(state, group, position)
+                    assert block != 0, "nobody writes the null block"
+                    self.memory[block][offset] = state.entry(position) + 10**6 * group
+                self.check(state, position)
         columns = zip(
             plan.request_slots,
             plan.num_computed_tokens,
@@ -101,28 +128,27 @@ class PagedDevice:
         assert num_sampled == (end == len(state.tokens)), "num_sampled_tokens is right"
         if not num_sampled:
             return ()
-        read = [
-            self.memory[state.table[p // self.block_size]][p % self.block_size] for p in range(end)
-        ]
-        own = [state.entry(p) for p in range(end)]
-        assert read == own, "the cache holds the sequence's own tokens, by its own adapter"
         token = next_token(state.tokens, state.seed)
         state.tokens.append(token)
         return (token,)
+
+    def spoil(self, row, position):
+        for group in range(len(self.windows)):
+            block, offset = self.place(row, group, position)
+            self.memory[block][offset] = POISON
 
     def crash(self, plan):
         """Half of it may have happened: neither these rows nor what they write is to be relied on."""
         for new in plan.new_sequences:
             self.rows[new.request_slot] = Row(new)
-        tables = {row: list(self.rows.pop(row).table) for row in plan.request_slots}
+        rows = {row: self.rows.pop(row) for row in plan.request_slots}
         for row, blocks in plan.new_blocks:
-            tables[row] += blocks
+            rows[row].table += blocks
         for row, start, count in zip(
             plan.request_slots, plan.num_computed_tokens, plan.num_scheduled_tokens, strict=True
         ):
             for position in range(start, start + count):
-                block = tables[row][position // self.block_size]
-                self.memory[block][position % self.block_size] = POISON
+                self.spoil(rows[row], position)
 
 
 class PolicyMachine(RuleBasedStateMachine):
@@ -146,10 +172,15 @@ class PolicyMachine(RuleBasedStateMachine):
             max_steps_in_flight=draw(1, 2, 3),
             max_loras=draw(None, 1, 2),
         )
-        self.blocks = KVBlocks(draw(9, 6, 14, 40), draw(4, 3, 2, 1), draw(True, False))
-        self.capacity = self.blocks.num_usable * self.blocks.block_size
+        num_blocks, size = draw(9, 6, 14, 40), draw(4, 3, 2, 1)
+        self.windows = draw(*WINDOWS)
+        chunk = self.config.max_num_scheduled_tokens
+        chunk = min(chunk, draw(2, 24)) if self.config.enable_chunked_prefill else chunk
+        layout = KVLayout(size, self.windows, chunk)
+        self.blocks = KVBlocks(num_blocks * len(self.windows), size, draw(True, False), layout)
+        self.capacity = self.blocks.capacity
         self.policy = Policy(self.config, self.blocks)
-        self.device = PagedDevice(self.blocks.num_blocks, self.blocks.block_size)
+        self.start_device()
         self.flights = deque()
         self.doomed_below = 0  # plans of an earlier epoch are refused
         self.pause = Pause.NONE
@@ -163,6 +194,9 @@ class PolicyMachine(RuleBasedStateMachine):
         self.poison = set()
         self.row_owner = {}
         self.owners = {}  # step -> sequences
+
+    def start_device(self):
+        self.device = PagedDevice(self.blocks.num_blocks, self.blocks.block_size, self.windows)
 
     @property
     def unfinished(self):
@@ -286,7 +320,7 @@ class PolicyMachine(RuleBasedStateMachine):
     def lose_the_device(self):
         step = self.flights[0].step if self.flights else None
         self.flights.clear()
-        self.device = PagedDevice(self.blocks.num_blocks, self.blocks.block_size)
+        self.start_device()
         self.is_lost = True
         self.policy.lose_device(DeviceLost("it died", step))
 
@@ -355,9 +389,11 @@ class PolicyMachine(RuleBasedStateMachine):
         ):
             sequence, size = by_row[row], self.blocks.block_size
             assert sequence.id == self.row_owner[row]
-            assert sequence.id in self.unfinished, "no work after the end"
+            assert sequence.id in self.unfinished or sequence.is_ghost, "no work after the end"
             assert start + count < self.limit(sequence.id), "no work beyond the limit"
-            written = sequence.blocks[start // size : (start + count - 1) // size + 1]
+            num = len(self.windows)
+            end = (start + count - 1) // size + 1
+            written = sequence.blocks[start // size * num : end * num]
             assert all(self.blocks.num_references(block) == 1 for block in written), "one writer"
         assert {row for row, _ in plan.new_blocks} <= set(plan.request_slots)
         assert len(self.flights) < config.max_steps_in_flight
@@ -370,12 +406,15 @@ class PolicyMachine(RuleBasedStateMachine):
         running = self.policy.table.running.snapshot()
         for sequence in running:
             for i, block in enumerate(sequence.blocks):
+                if block == 0:
+                    continue
                 holders[block] += 1
                 if self.blocks.num_references(block) > 1:
-                    assert (i + 1) * self.blocks.block_size <= sequence.num_computed_on_device, (
-                        "full and landed"
-                    )
-        assert holders == [self.blocks.num_references(b) for b in range(self.blocks.num_blocks)]
+                    assert (
+                        i // len(self.windows) + 1
+                    ) * self.blocks.block_size <= sequence.num_computed_on_device, "full and landed"
+        found = map(self.blocks.num_references, range(1, self.blocks.num_blocks))
+        assert holders[1:] == [*found]
         assert self.blocks.num_free == self.blocks.num_usable - sum(map(bool, holders))
         assert len(running) <= self.config.max_num_active_seqs
 

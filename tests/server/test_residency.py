@@ -87,7 +87,7 @@ class World:
         controls = Controls(self)
         engine = Engine(
             config=config,
-            info=SimpleNamespace(num_blocks=9, block_size=16),
+            info=SimpleNamespace(num_blocks=9, block_size=16, num_kv_tokens=lambda length: 128),
             tokenizer=None,
             metrics=None,
             controls=controls,

@@ -48,6 +48,8 @@ class Sizes(NamedTuple):
     block_size: int
     # The bytes of one token's keys and values in one worker.
     token_bytes: int | None
+    # The part of them in layers without a window.  The other layers keep few tokens of a long sequence.
+    lasting_share: float
     # The bytes of the weights of all replicas on this machine.
     weight_bytes: int
     # The number of workers on this machine.
@@ -81,7 +83,9 @@ def choose_context(args: EngineArgs, sizes: Sizes, kv_cache_bytes: int | None) -
         return Context(given, kv_cache_bytes, False)
     num_blocks = args.num_gpu_blocks_override
     if num_blocks is None and sizes.token_bytes and kv_cache_bytes:
-        num_blocks = kv_cache_bytes // (sizes.token_bytes * sizes.block_size)
+        # The devices shorten the length to what fits together with the windows.
+        lasting_bytes = max(1, int(sizes.token_bytes * sizes.lasting_share))
+        num_blocks = kv_cache_bytes // (lasting_bytes * sizes.block_size)
     fits = sizes.longest if num_blocks is None else num_blocks * sizes.block_size
     return Context(max(1, min(sizes.longest, fits)), kv_cache_bytes, True)
 
@@ -249,14 +253,14 @@ def find_context(
     return choose_context(args, sizes, kv_cache_bytes)
 
 
-def fitted(config: EngineConfig, num_blocks: int, longest: int | None = None) -> EngineConfig:
+def fitted(config: EngineConfig, num_tokens: int, longest: int | None = None) -> EngineConfig:
     """Shorten the context of an engine to the length that its devices can hold.
 
     Args:
-        num_blocks: usable KV blocks.
+        num_tokens: the length of the longest sequence that the KV blocks hold.
         longest: the largest length that the model's code can compute, if it is less than the model's own.
     """
-    fits = min(num_blocks * config.block_size, longest or sys.maxsize)
+    fits = min(num_tokens, longest or sys.maxsize)
     if not config.is_length_open or config.pooler is not None or fits >= config.max_model_len:
         return config
     scheduler = msgspec.structs.replace(config.scheduler, max_model_len=fits)

@@ -1,6 +1,7 @@
 """The description of a model folder by its JSON files.  Only JSON files are read, and torch is never imported."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -283,3 +284,12 @@ def kv_bytes_per_token(model: ModelConfig, dtype: str, num_ranks: int = 1) -> in
         return num_layers * 2 * num_kv_heads * head_dim * ITEM_BYTES[dtype]
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
         return None
+
+
+def lasting_share(config: Mapping[str, Any]) -> float:
+    """Return the share of the layers with keys that see all tokens, as far as config.json names the layers with a window."""
+    kinds = [kind for kind in config.get("layer_types") or () if kind.endswith("_attention")]
+    num_full = kinds.count("full_attention")
+    if config.get("sliding_window") is None or not num_full:
+        return 1.0
+    return num_full / len(kinds)

@@ -40,6 +40,7 @@ from trouper.config.model import (
     code_folder,
     concrete_dtype,
     kv_bytes_per_token,
+    lasting_share,
     tokenizer_path,
 )
 from trouper.config.parallel import (
@@ -111,6 +112,7 @@ def resolve(
         longest=model.max_position_embeddings,
         block_size=block_size,
         token_bytes=_token_bytes(args, model, draft, dtype),
+        lasting_share=lasting_share(model.hf_config) if device == "cpu" else 1.0,
         weight_bytes=weight_bytes(args, model, dtype) * args.data_parallel_size // num_nodes,
         num_workers=max(1, math.prod(sizes) // num_nodes),
     )

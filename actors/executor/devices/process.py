@@ -288,7 +288,9 @@ class ProcessDevice:
         config = self._config
         # Restarted workers must offer the same number of blocks.
         if self._info is not None:
-            config = msgspec.structs.replace(config, num_blocks=self._info.num_blocks - 1)
+            num_groups = len(self._info.kv_layout.windows)
+            num_blocks = (self._info.num_blocks - 1) // num_groups
+            config = msgspec.structs.replace(config, num_blocks=num_blocks)
         # This may wait for an absent machine.
         peers = await self._launch_workers()
         began_s = anyio.current_time()
@@ -315,8 +317,11 @@ class ProcessDevice:
             if error is not None:
                 return await self._reap(0, broken=f"an adapter: {error.kind}: {error.message}")
         infos, self._load_s = [frame.info for frame in loaded], anyio.current_time() - began_s
+        # The ranks of a stage, and all stages, hold a part of each block.
+        size = sum(info.kv_layout.block_bytes for info in infos)
         return msgspec.structs.replace(
             infos[0],
+            layout=msgspec.structs.replace(infos[0].kv_layout, block_bytes=size),
             # Every stage holds a part of each block.
             num_blocks=min(info.num_blocks for info in infos),
             num_weight_bytes=sum(info.num_weight_bytes for info in infos),

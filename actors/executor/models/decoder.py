@@ -26,6 +26,7 @@ import msgspec
 import numpy as np
 from torch import Tensor
 
+from trouper.actors.executor.models.traits import PlanKey
 from trouper.kernels.linear import LinearMethod
 
 # This many rows of logits are computed at once: 256 rows of a vocabulary of 152,000 in float32 take 150 MiB.
@@ -36,17 +37,20 @@ class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of the keys and values that a group of consecutive layers keeps of each token.
 
     All layers of a group have this shape, share one tensor, and find their blocks through the same block table.
-    `windows` contains each distinct attention window of the group once; a step plans its attention once for each.
+    `keys` contains each distinct key of an attention plan once: a window, or a window and a block table if layers have tables of their own.
+    Then `num_layers` is the number of layers of one table, the layers of all tables share the tensor, and `places` contains
+    the place of each layer in it.
     """
 
     num_layers: int
     num_heads: int
     head_dim: int
-    windows: tuple[int | None, ...]
+    keys: tuple[PlanKey, ...]
+    places: tuple[int, ...] = ()
 
     @property
     def token_size(self) -> int:
-        """Return how many numbers all layers of the group keep for one token.
+        """Return how many numbers all layers of one table keep for one token.
 
         Multiplied by the size of a number and of a block, this gives the bytes of a KV block.
         """
@@ -101,9 +105,15 @@ class StepStates(NamedTuple):
     mixers: Mapping[tuple[int, int], MixerState]
 
 
+def plan_keys_of(specs: Sequence[KVCacheSpec]) -> tuple[PlanKey, ...]:
+    """Return the distinct keys of the attention plans of all layers, in the order in which the layers first use them."""
+    return tuple(dict.fromkeys(key for spec in specs for key in spec.keys))
+
+
 def windows_of(specs: Sequence[KVCacheSpec]) -> tuple[int | None, ...]:
-    """Return the distinct attention windows of all layers, in the order in which the layers first use them."""
-    return tuple(dict.fromkeys(window for spec in specs for window in spec.windows))
+    """Return the window of each block table; one without a window if all layers share a table."""
+    tables = {key[1]: key[0] for key in plan_keys_of(specs) if isinstance(key, tuple)}
+    return tuple(tables[table] for table in sorted(tables)) or (None,)
 
 
 class LogitsIndices(NamedTuple):
@@ -114,8 +124,8 @@ class LogitsIndices(NamedTuple):
 
     # [R] int64, positions in the batch.
     tokens_R: Tensor
-    # The attention of these tokens by window; each token is an entry of its own.
-    plans: Mapping[int | None, Any]
+    # The attention of these tokens by key; each token is an entry of its own.
+    plans: Mapping[PlanKey, Any]
 
 
 class Decoder(Protocol):
@@ -173,10 +183,17 @@ class Decoder(Protocol):
         """
         ...
 
+    def plan_tables(self, tables: Sequence[np.ndarray], *args: Any) -> list[Any]:
+        """Plan the attention of a step for layers with one window and several block tables.
+
+        The other arguments are those of `plan`. Only decoders with several tables need it.
+        """
+        ...
+
     def forward(
         self,
         tokens: Any,
-        plans: Mapping[int | None, Any],
+        plans: Mapping[PlanKey, Any],
         caches: Sequence[Tensor],
         embeds: Sequence[tuple[int, Tensor]] = (),
         read: LogitsIndices | None = None,
@@ -187,7 +204,7 @@ class Decoder(Protocol):
 
         Args:
             tokens: ids, positions and cache slots, `HostTokens` or `DeviceTokens`.
-            plans: the attention plan of each window.
+            plans: the attention plan of each window, or of each window and block table.
             caches: one tensor [2, H, S, D] for each layer.
             embeds: embeddings that replace those of tokens, as (first token, rows).
             read: the tokens to return states of; all by default.

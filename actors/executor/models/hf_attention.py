@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trouper.actors.executor.models.traits import PlanKey
 from trouper.errors import UnsupportedFeatureError
 from trouper.kernels.ops import CpuOps, HostTokens, Integers, OpsConfig
 from trouper.kernels.select import make_ops
@@ -92,7 +93,7 @@ class HfStep(NamedTuple):
     """
 
     tokens: HostTokens
-    plans: Mapping[int | None, StepPlans]  # by window
+    plans: Mapping[PlanKey, StepPlans]  # by window
     caches: Sequence[Tensor]  # of each layer [2, H, S, D]
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from trouper.actors.executor.models.decoder import KVCacheSpec, LogitsIndices, StateSpec, StepStates
 from trouper.actors.executor.models.hf_attention import HfAttention, HfStep, StepPlans
 from trouper.actors.executor.models.hf_states import HfMixers
+from trouper.actors.executor.models.traits import PlanKey
 from trouper.errors import UnsupportedFeatureError
 from trouper.kernels.linear import LinearMethod
 from trouper.kernels.ops import HostTokens, Integers
@@ -62,7 +63,7 @@ class HfDecoder:
                 num_layers=len(layers),
                 num_heads=num_heads,
                 head_dim=head_dim,
-                windows=tuple(dict.fromkeys(layer.window for layer in layers)),
+                keys=tuple(dict.fromkeys(layer.window for layer in layers)),
             )
             for (num_heads, head_dim), layers in groups
         )
@@ -99,6 +100,10 @@ class HfDecoder:
         """
         return self.num_bytes + sum(p.nbytes for p in self._embed.parameters())
 
+    def plan_tables(self, tables: Sequence[np.ndarray], *args: Any) -> list[Any]:
+        """Prepare the attention of a step for each of several block tables. The library's layers share one."""
+        return [self.plan(table, *args) for table in tables]
+
     def plan(
         self,
         block_ids: np.ndarray,
@@ -117,7 +122,7 @@ class HfDecoder:
     def forward(
         self,
         tokens: HostTokens,
-        plans: Mapping[int | None, StepPlans],
+        plans: Mapping[PlanKey, StepPlans],
         caches: Sequence[Tensor],
         embeds: Sequence[tuple[int, Tensor]] = (),
         read: LogitsIndices | None = None,

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from trouper.actors.executor.models.mixers import RecurrentMixer, state_specs
 from trouper.actors.executor.models.mlp import Mlp
 from trouper.actors.executor.models.rotary import compose_rope_table, make_rope_table
 from trouper.actors.executor.models.sharding import Shard
-from trouper.actors.executor.models.traits import DecoderTraits, LayerTraits
+from trouper.actors.executor.models.traits import DecoderTraits, LayerTraits, PlanKey
 from trouper.kernels.codegen.units import LANES
 from trouper.kernels.linear import LinearMethod
 from trouper.kernels.lora import LoRALinear
@@ -31,16 +32,23 @@ OpsT = TypeVar("OpsT", bound=Ops)
 
 
 def kv_cache_specs(traits: DecoderTraits) -> tuple[KVCacheSpec, ...]:
-    """Return what the layers keep of each token: one group, because they differ only in their windows."""
-    num_layers = sum(layer.mixer == "attention" for layer in traits.layers)
-    if not num_layers:
+    """Return what the layers keep of each token: one tensor, because they differ only in their windows and block tables."""
+    layers = [layer for layer in traits.layers if layer.mixer == "attention"]
+    if not layers:
         return ()
+    numbers: dict[int | None, int] = {}
+    places: list[int] = []
+    for layer in layers:
+        place = numbers.get(layer.table, 0)
+        numbers[layer.table] = place + 1
+        places.append(place)
     return (
         KVCacheSpec(
-            num_layers=num_layers,
+            num_layers=max(places) + 1,
             num_heads=traits.num_kv_heads,
             head_dim=traits.head_dim,
-            windows=traits.windows,
+            keys=tuple(dict.fromkeys(layer.plan_key for layer in layers)),
+            places=tuple(places),
         ),
     )
 
@@ -136,7 +144,7 @@ class NativeDecoder(Generic[OpsT]):
     def forward(
         self,
         tokens: Any,
-        plans: Mapping[int | None, Any],
+        plans: Mapping[PlanKey, Any],
         caches: Sequence[Tensor],
         embeds: Sequence[tuple[int, Tensor]] = (),
         read: LogitsIndices | None = None,
@@ -148,6 +156,7 @@ class NativeDecoder(Generic[OpsT]):
         # Not stored as an attribute: a bound method would be a reference cycle that keeps the weights after a sleep.
         add = self._add_in_parallel if self.traits.is_parallel else self._add_in_turn
         x_TE, step = self._begin_step(tokens, embeds, hidden_TE)
+        steps = self._steps_of_tables(tokens, step)
         first_norm = self._layers[0].attention_norm
         y_TE = x_TE if first_norm is None else ops.norm(x_TE, first_norm)
         following = [*(layer.attention_norm for layer in self._layers[1:]), self._norm]
@@ -158,7 +167,8 @@ class NativeDecoder(Generic[OpsT]):
         for i, (layer, next_norm) in enumerate(zip(self._layers, following, strict=True)):
             chosen = read if layer is self._layers[-1] else None
             if layer.mixer is None:
-                mixed = self._attention(layer, y_TE, step, next(left), plans, chosen)
+                own = steps[layer.traits.table or 0]
+                mixed = self._attention(layer, y_TE, own, next(left), plans, chosen)
             else:
                 assert states is not None, "the model keeps states"
                 assert entries is not None
@@ -190,7 +200,7 @@ class NativeDecoder(Generic[OpsT]):
         y_TE: Tensor,
         step: Any,
         cache: Tensor,
-        plans: Mapping[int | None, Any],
+        plans: Mapping[PlanKey, Any],
         read: LogitsIndices | None,
     ) -> Tensor:
         """Compute keys and values of all tokens, and the output of attention for all of them or for those of `read`."""
@@ -199,7 +209,7 @@ class NativeDecoder(Generic[OpsT]):
         qkv_TND = self._projections(layer, layer.qkv, y_TE, step, cache)
         if read is not None:
             plans, qkv_TND = read.plans, _selected(qkv_TND, read.tokens_R)
-        out_TX = self.ops.attend(qkv_TND, cache, plans[layer.traits.window], layer.sinks)
+        out_TX = self.ops.attend(qkv_TND, cache, plans[layer.traits.plan_key], layer.sinks)
         if self.traits.attention_gate:
             num_heads = self.traits.num_q_heads
             gate_TX = qkv_TND.narrow(1, qkv_TND.shape[1] - num_heads, num_heads).flatten(1)
@@ -275,6 +285,10 @@ class NativeDecoder(Generic[OpsT]):
     def plan(self, *args: Any) -> Any:
         """Plan the attention of a step for one window. See `CpuOps.plan` and `TritonOps.plan` for the arguments."""
         return cast("Any", self.ops).plan(*args)
+
+    def plan_tables(self, tables: Sequence[np.ndarray], *args: Any) -> list[Any]:
+        """Plan the attention of a step for one window and several block tables; see `CpuOps.plan_tables`."""
+        return cast("CpuOps", self.ops).plan_tables(tables, *args)
 
     @property
     def num_bytes(self) -> int:
@@ -360,6 +374,14 @@ class NativeDecoder(Generic[OpsT]):
             rows_TE = ops.embed(self._positions, tokens.positions_T, 1.0)
             ops.fused_add_norm(x_TE, rows_TE, None)
         return x_TE, step
+
+    def _steps_of_tables(self, tokens: Any, step: Any) -> list[Any]:
+        """Return the data of a step for each block table. They differ in the cache slots to which keys are written."""
+        if all(layer.traits.table is None for layer in self._layers):
+            return [step]
+        # Only the CPU has several tables.
+        ops = cast("CpuOps", self.ops)
+        return [ops.with_slots(step, slots_T) for slots_T in tokens.slots_T.unbind(0)]
 
     def _deep_rows(self, embeds: Sequence[tuple[int, Tensor]]) -> list[list[tuple[int, Tensor]]]:
         """Return for each of the first layers what images add to its output: the columns behind those of the embedding."""

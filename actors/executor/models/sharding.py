@@ -33,6 +33,7 @@ from trouper.actors.executor.models.parameters import (
 )
 from trouper.actors.executor.models.traits import DecoderTraits, LayerTraits
 from trouper.config.engine_config import EngineConfig
+from trouper.config.kv_layout import short_step, tables_of
 from trouper.config.parallel import Stage, split_layers
 from trouper.errors import UnsupportedFeatureError, invalid
 from trouper.kernels.codegen.units import LANES
@@ -96,9 +97,41 @@ class ModelPart(msgspec.Struct, frozen=True):
             TrouperValidationError: the model cannot be divided among this many ranks.
         """
         whole = decoder_traits(config.model.hf_config, config.model.architecture)
+        if gives_blocks_back(config, whole):
+            whole = with_tables(config, whole)
         stage = stage or Stage(0, 1, 0, len(whole.layers))
         check_shards(whole, shard.size, quantization=config.quantization)
         return cls(whole, stage, shard, shard_traits(traits_of(stage, whole), shard))
+
+
+def gives_blocks_back(config: EngineConfig, traits: DecoderTraits) -> bool:
+    """Whether layers with a window may have block tables of their own.
+
+    Elsewhere all layers share one table, and their sequences keep all blocks: the stages of a pipeline have different layers, a draft
+    model uses the tables of its target, a state is saved with all keys before it, and a GPU's kernels read one table.
+    The tier on disk stores blocks of all layers, and tokens of an image see each other beyond a window.
+    """
+    if config.tier is not None or config.media is not None:
+        return False
+    is_whole = config.num_stages == 1 and config.draft_model is None and config.pooler is None
+    return is_whole and config.device == "cpu" and traits.is_causal and not traits.keeps_state
+
+
+def with_tables(config: EngineConfig, traits: DecoderTraits) -> DecoderTraits:
+    """Assign a block table to each layer, if this saves memory because some layers have a window that sequences exceed."""
+    longest = config.max_model_len
+    windows = [
+        None if layer.window is None or layer.window >= longest else layer.window
+        for layer in traits.layers
+    ]
+    tables = tables_of(windows, longest, config.block_size, short_step(config.scheduler))
+    if tables is None:
+        return traits
+    layers = tuple(
+        msgspec.structs.replace(layer, window=window, table=table)
+        for layer, window, table in zip(traits.layers, windows, tables, strict=True)
+    )
+    return msgspec.structs.replace(traits, layers=layers)
 
 
 def check_shards(traits: DecoderTraits, size: int, *, quantization: str | None = None) -> None:

@@ -65,6 +65,8 @@ class RopeTraits(msgspec.Struct, frozen=True, kw_only=True):
     is_interleaved: bool = False
 
 
+# The window of a layer, or its window and block table if layers have tables of their own.
+PlanKey = int | None | tuple[int | None, int]
 # What mixes the tokens of a layer. All but attention keep a state instead of keys and values.
 Mixer = Literal["attention", "gated_delta", "mamba2", "short_conv"]
 
@@ -86,6 +88,13 @@ class LayerTraits(msgspec.Struct, frozen=True):
     # Whether the MLP is the mixture `DecoderTraits.experts`.
     is_sparse: bool = False
     mixer: Mixer = "attention"
+    # The block table of the layer's keys and values; None if all layers share one.
+    table: int | None = None
+
+    @property
+    def plan_key(self) -> PlanKey:
+        """Return the key of the layer's attention plan in a step."""
+        return self.window if self.table is None else (self.window, self.table)
 
 
 class GatedDeltaTraits(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ One array operation for each quantity keeps the cost of a step independent of Py
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -12,6 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from trouper.actors.executor.models.decoder import LogitsIndices
+from trouper.actors.executor.models.traits import PlanKey
 from trouper.actors.executor.steps.arrays import from_numpy
 from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.messages.steps import StepPlan
@@ -63,7 +65,7 @@ class Batch(msgspec.Struct, frozen=True):
     samples: Samples
     inputs: tuple[np.ndarray, np.ndarray, np.ndarray]
     adapters: np.ndarray
-    plans: dict[int | None, Any]
+    plans: dict[PlanKey, Any]
     can_be_recorded: bool = False
     embeds: tuple[tuple[int, Tensor], ...] = ()
     read: LogitsIndices | None = None
@@ -104,22 +106,27 @@ class Batch(msgspec.Struct, frozen=True):
 def make_batch(
     plan: StepPlan,
     slots: RequestSlots,
-    windows: Sequence[int | None],
+    keys: Sequence[PlanKey],
     plan_attention: Callable[..., Any],
     num_drafts: np.ndarray | None = None,
     *,
     reads_some: bool = True,
+    plan_tables: Callable[..., list[Any]] | None = None,
 ) -> Batch:
     """Gather the tokens of a plan, and plan their attention once for each window.
 
     Args:
+        keys: of the attention plans.
+        plan_attention: plans the attention of one window and block table, `Decoder.plan`.
         num_drafts: [C] tokens in the slots after those of each entry, to be verified; None if no entry has
             drafts.
         reads_some: whether only the states of sampled tokens are needed; False for all but the last
             stage.
+        plan_tables: plans the attention of one window and several block tables, `Decoder.plan_tables`.
     """
+    plans_of = partial(_plans, keys, slots.tables, plan_attention, plan_tables)
     if num_drafts is None and reads_some:
-        batch = _of_single_tokens(plan, slots, windows, plan_attention)
+        batch = _of_single_tokens(plan, slots, plans_of)
         if batch is not None:
             return batch
     chosen = np.array(plan.request_slots, dtype=np.int64)
@@ -130,7 +137,7 @@ def make_batch(
     chosen_T = np.repeat(chosen, counts)
     positions_T = np.arange(counts.sum(), dtype=np.int64) - np.repeat(first_tokens - starts, counts)
     size = slots.block_size
-    kv_slots_T = slots.block_ids[chosen_T, positions_T // size] * size + positions_T % size
+    kv_slots_T = slots.blocks_at(chosen_T, positions_T // size) * size + positions_T % size
     samples = _samples(plan, chosen, starts + counts, first_tokens + counts - 1, num_drafts)
     prompt_ends = np.where(slots.num_prompt > SHORT_PROMPT, slots.num_prompt, 0)  # by slot
     has_spans = slots.has_spans(plan)
@@ -156,10 +163,7 @@ def make_batch(
         *lone, are_of_prompts = lone
         read = LogitsIndices(
             from_numpy(samples.tokens),
-            {
-                window: plan_attention(slots.block_ids, *lone, window, are_of_prompts, *read_spans)
-                for window in windows
-            },
+            plans_of(*lone, are_of_prompts, *read_spans),
         )
     return Batch(
         request_slots=chosen,
@@ -170,10 +174,7 @@ def make_batch(
         samples=samples,
         inputs=(slots.token_ids[chosen_T, positions_T], positions_T, kv_slots_T),
         axes=axes,
-        plans={
-            window: plan_attention(slots.block_ids, *attended, window, are_prompts, *spans)
-            for window in windows
-        },
+        plans=plans_of(*attended, are_prompts, *spans),
         can_be_recorded=can_be_recorded,
         embeds=slots.take_embeds(plan, first_tokens),
         read=read,
@@ -197,8 +198,7 @@ def _saves(plan: StepPlan, first_tokens: np.ndarray) -> np.ndarray:
 def _of_single_tokens(
     plan: StepPlan,
     slots: RequestSlots,
-    windows: Sequence[int | None],
-    plan_attention: Callable[..., Any],
+    plans_of: Callable[..., dict[PlanKey, Any]],
 ) -> Batch | None:
     """Make the batch of a step in which every sequence generates one token, or return None for any other step.
 
@@ -215,7 +215,7 @@ def _of_single_tokens(
         return None
     indices, ones = np.arange(len(chosen)), np.array(plan.num_scheduled_tokens, dtype=np.int64)
     block, place = np.divmod(starts, slots.block_size)
-    kv_slots = slots.block_ids[chosen, block] * slots.block_size + place
+    kv_slots = slots.blocks_at(chosen, block) * slots.block_size + place
     return Batch(
         request_slots=chosen,
         first_tokens=indices,
@@ -224,10 +224,7 @@ def _of_single_tokens(
         settled=ones,
         samples=Samples(indices, indices, chosen, starts + 1),
         inputs=(slots.token_ids[chosen, starts], starts, kv_slots),
-        plans={
-            window: plan_attention(slots.block_ids, chosen, starts, ones, window)
-            for window in windows
-        },
+        plans=plans_of(chosen, starts, ones),
         can_be_recorded=True,
         adapters=slots.adapters[chosen],
     )
@@ -260,6 +257,32 @@ def split_at_spans(
             parts.append((row, start, end - start, is_prompt, 0))
     rows, starts, counts, prompts, ends = np.array(parts, dtype=np.int64).reshape(-1, 5).T
     return (rows, starts, counts, prompts.astype(bool)), (Spans(ends, ignore_window),)
+
+
+def _plans(
+    keys: Sequence[PlanKey],
+    tables: np.ndarray,
+    plan_attention: Callable[..., Any],
+    plan_tables: Callable[..., list[Any]] | None,
+    rows: np.ndarray,
+    starts: np.ndarray,
+    counts: np.ndarray,
+    *rest: Any,
+) -> dict[PlanKey, Any]:
+    """Plan the attention of a step once for each window. Layers with tables of their own share all of it but the table."""
+    found: dict[PlanKey, Any] = {}
+    by_window: dict[int | None, list[tuple[int | None, int]]] = {}
+    for key in keys:
+        if isinstance(key, tuple):
+            by_window.setdefault(key[0], []).append(key)
+        else:
+            found[key] = plan_attention(tables[0], rows, starts, counts, key, *rest)
+    for window, own in by_window.items():
+        assert plan_tables is not None, "layers have tables of their own"
+        chosen = [tables[table] for _, table in own]
+        plans = plan_tables(chosen, rows, starts, counts, window, *rest)
+        found.update(zip(own, plans, strict=True))
+    return found
 
 
 def _samples(

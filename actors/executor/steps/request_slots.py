@@ -68,6 +68,7 @@ class RequestSlots:
     Args:
         max_num_seqs: number of slots.
         block_size: tokens of a KV block.
+        num_tables: block tables of a sequence, one for each group of layers.
         encoder: computes the rows of images, if the model takes any.
         spans_ignore_window: tokens that see each other do so in layers with a window, however far apart they are.
     """
@@ -79,6 +80,7 @@ class RequestSlots:
         block_size: int,
         encoder: ImageEncoder | None = None,
         *,
+        num_tables: int = 1,
         spans_ignore_window: bool = False,
     ) -> None:
         self.block_size = block_size
@@ -89,7 +91,7 @@ class RequestSlots:
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int64)
         self.num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
         max_blocks = -(-max_model_len // block_size)
-        self.block_ids = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
+        self.tables = np.zeros((num_tables, max_num_seqs, max_blocks), dtype=np.int64)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         # Adapter slots; 0 means no adapter.
         self.adapters = np.zeros(max_num_seqs, dtype=np.int64)
@@ -107,6 +109,18 @@ class RequestSlots:
         self._axes: dict[int, Axes] = {}
         # By slot: the runs of prompt tokens that see each other, as begins and ends in order.
         self.spans: dict[int, tuple[tuple[int, int], ...]] = {}
+
+    @property
+    def block_ids(self) -> np.ndarray:
+        """Return the first block table of each slot, [slots, blocks]; the only one if all layers share it."""
+        return self.tables[0]
+
+    def blocks_at(self, slots: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+        """Return the ids of blocks of slots, with a row for each table if there are several."""
+        if len(self.tables) == 1:
+            return self.tables[0, slots, blocks]
+        # Kernels read each row as an array.
+        return np.ascontiguousarray(self.tables[:, slots, blocks])
 
     def place(self, new: NewSequence) -> None:
         """Assign a slot to a sequence and forget its previous content."""
@@ -153,13 +167,14 @@ class RequestSlots:
         return tuple(missing.get(slot, NEVER) for slot in slots)
 
     def add_blocks(self, slot: int, block_ids: Sequence[int]) -> None:
-        """Append blocks to the block table of a slot.
+        """Append blocks to the block tables of a slot, given block by block: one id for each table.
 
-        The scheduler sends only the new blocks of a sequence.
+        The scheduler sends only the new blocks of a sequence. A block that it takes back stays in the table, because it is not read again.
         """
-        first = self.num_blocks[slot]
-        self.block_ids[slot, first : first + len(block_ids)] = block_ids
-        self.num_blocks[slot] = first + len(block_ids)
+        first, num_tables = self.num_blocks[slot], len(self.tables)
+        end = first + len(block_ids) // num_tables
+        self.tables[:, slot, first:end] = np.reshape(block_ids, (-1, num_tables)).T
+        self.num_blocks[slot] = end
 
     @property
     def are_plain(self) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trouper.actors.executor.models.decoder import StepStates, windows_of
+from trouper.actors.executor.models.decoder import StepStates, plan_keys_of
 from trouper.actors.executor.models.hf_decoder import HfDecoder
 from trouper.actors.executor.steps.arrays import from_numpy
 from trouper.actors.executor.steps.kv_memory import KVCache
@@ -167,7 +167,7 @@ class _Memory:
         blocks = self._block_ids[np.repeat(rows, counts), positions // size]
         arrays = token_ids, positions, blocks * size + positions % size
         decoder = self._decoder
-        windows = windows_of(decoder.cache_specs)
+        windows = plan_keys_of(decoder.cache_specs)
         plans = {w: decoder.plan(self._block_ids, rows, starts, counts, w) for w in windows}
         columns = firsts, counts, rows, starts, counts, np.zeros_like(counts), NO_SAVES
         states = StepStates(*columns, mixers=self._states.mixers)

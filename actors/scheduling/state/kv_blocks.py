@@ -9,7 +9,7 @@ Laws:
 3. An allocation gets all its blocks or none, from the front of the free list.  A block loses its hash when it is allocated again,
    so a cache hit never returns a block that another holder writes to.
 4. The blocks of a sequence are freed from its end.  A block with a hash goes to the end of the free list, where it is reused last,
-   and a block without a hash to the front.
+   and a block without a hash to the front.  Spare blocks are reused between the two: they have a hash, but a hit is not expected.
 5. Only full blocks have a hash, and their holders only read them.
 """
 
@@ -18,8 +18,11 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
+from trouper.config.kv_layout import KVLayout
+
 # The parent of the first block of a sequence.  It is constant, so hashes are equal in all runs.
 FIRST_PARENT = bytes(32)
+ALWAYS_HELD = 2**62
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int], extra: bytes = b"") -> bytes:
@@ -39,14 +42,30 @@ class KVBlocks:
     A block has an id, a number of holders, and possibly the hash of its content.  The memory itself is on the device.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
-        """Make a pool of `num_blocks` free blocks, including the null block."""
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool,
+        layout: KVLayout | None = None,
+    ) -> None:
+        """Make a pool of `num_blocks` free blocks, including the null block.
+
+        Args:
+            layout: the groups of layers that take blocks; by default one group that sees all tokens.
+        """
+        self.layout = layout or KVLayout(block_size)
+        # The tokens of the longest sequence that all blocks together hold.
+        self.capacity = self.layout.num_tokens(num_blocks - 1)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         # The front is allocated next.
         self._free = OrderedDict.fromkeys(range(1, num_blocks))
-        self._references = [0] * num_blocks
+        # Free blocks with a hash that are reused before the others; the oldest first.
+        self._spare: OrderedDict[int, None] = OrderedDict()
+        # The null block is in many tables, and none of them holds it.
+        self._references = [ALWAYS_HELD] + [0] * (num_blocks - 1)
         self._hashes: list[bytes | None] = [None] * num_blocks
         # Blocks with equal content may coexist.  The first one is offered.
         self._cached: dict[bytes, list[int]] = {}
@@ -72,7 +91,7 @@ class KVBlocks:
 
         They include blocks with a cached prefix; these are reused last.
         """
-        return len(self._free)
+        return len(self._free) + len(self._spare)
 
     @property
     def num_cached(self) -> int:
@@ -93,7 +112,8 @@ class KVBlocks:
 
         Blocks without a cached prefix come first.
         """
-        return tuple(self._free)
+        blank = [block for block in self._free if self._hashes[block] is None]
+        return (*blank, *self._spare, *list(self._free)[len(blank) :])
 
     def num_references(self, block: int) -> int:
         """Count the holders of a block.
@@ -114,27 +134,32 @@ class KVBlocks:
         return {name: tuple(equal) for name, equal in self._cached.items()}
 
     def num_for(self, num_tokens: int) -> int:
-        """Count the blocks that hold `num_tokens` positions.
+        """Count the entries of all block tables for `num_tokens` positions.
 
         The last block may be filled only in part.
         """
-        return -(-num_tokens // self.block_size)
+        return -(-num_tokens // self.block_size) * len(self.layout.windows)
 
     def allocate(self, count: int) -> list[int] | None:
         """Allocate `count` blocks to write to.  Returns None, and changes nothing, if fewer are free.
 
         A block with a cached prefix loses it, the least recently used one first.
         """
-        if count > len(self._free):
+        if count > self.num_free:
             return None
         taken: list[int] = []
         for _ in range(count):
-            block, _ = self._free.popitem(last=False)
+            block = self._next_free()
             if self._hashes[block] is not None:
                 self._forget(block)
             self._references[block] = 1
             taken.append(block)
         return taken
+
+    def _next_free(self) -> int:
+        if self._spare and (not self._free or self._hashes[next(iter(self._free))] is not None):
+            return self._spare.popitem(last=False)[0]
+        return self._free.popitem(last=False)[0]
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add a holder to each block: a prefix hit or a fork.
@@ -143,7 +168,7 @@ class KVBlocks:
         """
         for block in blocks:
             if self._references[block] == 0:
-                del self._free[block]
+                del (self._spare if block in self._spare else self._free)[block]
                 self._num_idle_cached -= self._hashes[block] is not None
             self._references[block] += 1
 
@@ -156,11 +181,26 @@ class KVBlocks:
             self._references[block] -= 1
             if self._references[block]:
                 continue
-            self._free[block] = None
+            self._put(block)
+
+    def spare(self, blocks: Iterable[int]) -> None:
+        """Remove a holder from each of these blocks.  Those with a hash are reused before all others with one."""
+        for block in blocks:
+            self._references[block] -= 1
+            if self._references[block]:
+                continue
             if self._hashes[block] is None:
-                self._free.move_to_end(block, last=False)
+                self._put(block)
             else:
+                self._spare[block] = None
                 self._num_idle_cached += 1
+
+    def _put(self, block: int) -> None:
+        self._free[block] = None
+        if self._hashes[block] is None:
+            self._free.move_to_end(block, last=False)
+        else:
+            self._num_idle_cached += 1
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
         """Find the blocks of the longest cached prefix of a hash chain.  It changes nothing; `share` takes the blocks."""
@@ -171,6 +211,11 @@ class KVBlocks:
                 break
             found.append(equal[0])
         return found
+
+    def find(self, name: bytes) -> int | None:
+        """Return the block that is offered under a name, or None."""
+        equal = self._cached.get(name)
+        return None if equal is None else equal[0]
 
     def num_idle(self, blocks: Iterable[int]) -> int:
         """Count the blocks without a holder, which sharing would remove from the free list.
@@ -205,6 +250,8 @@ class KVBlocks:
         if self.num_free != self.num_usable:
             return False
         self._cached.clear()
+        self._free.update(self._spare)
+        self._spare.clear()
         self._hashes = [None] * self.num_blocks
         self._num_idle_cached = 0
         return True

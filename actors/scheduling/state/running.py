@@ -20,6 +20,7 @@ from trouper.actors.scheduling.state.state_snapshots import NO_ROW, StateSnapsho
 from trouper.actors.scheduling.state.step_builder import StepBuilder
 from trouper.actors.scheduling.state.tier import Tier
 from trouper.actors.scheduling.state.waiting import Queue
+from trouper.actors.scheduling.state.windows import Windows
 from trouper.config.scheduler_config import SchedulerConfig
 
 MAX_EVICTIONS = 8
@@ -45,6 +46,9 @@ class Running:
         self._tier = tier
         # None if the model keeps only keys and values.
         self.states = states
+        # None if all layers see all tokens.
+        self.windows = Windows(blocks) if blocks.layout.has_windows else None
+        self._num_groups = len(blocks.layout.windows)
         # The queue of preempted sequences.
         self._returning = returning
         self._is_fcfs = config.policy == "fcfs"
@@ -79,6 +83,15 @@ class Running:
         With the policy fcfs, the last one is preempted first.
         """
         return tuple(self._sequences)
+
+    def kv_bytes(self) -> dict[str, int]:
+        """Return the bytes of the held blocks by kind, in the fields of `SchedulerStats`."""
+        blocks, windowed = self._blocks, 0
+        if self.windows is not None:
+            windowed = self.windows.num_held(self._sequences.values())
+        full = blocks.num_usable - blocks.num_free - windowed
+        size = blocks.layout.block_bytes
+        return {"num_full_kv_bytes": full * size, "num_window_kv_bytes": windowed * size}
 
     def snapshot(self) -> list[Sequence]:
         """Copy the sequences to a list, so that a caller can preempt some of them while it iterates."""
@@ -115,23 +128,28 @@ class Running:
         if self.states is not None:
             # The junction of this start counts, not that of an earlier one.
             sequence.marks.junction = prefix.junction
-        wanted = sequence.num_tokens if config.reserve_full_isl else start + count
-        needed = blocks.num_for(wanted) - len(shared) + blocks.num_idle(shared)
-        if needed + (self._spare(sequence) if self._sequences else 0) > blocks.num_free:
-            if not self._sequences and self._tier is not None and self._tier.cancel():
-                # Only the tier holds blocks.  Without them the sequence fits.
-                return self.start(sequence, builder)
-            return False
+        if self.windows is not None:
+            count = self._shortened(shared, start, count, blocks.num_idle(shared))
+        if not self._can_start(sequence, shared, start + count):
+            # If only the tier holds blocks, the sequence fits without them.
+            return self._has_cancelled_tier() and self.start(sequence, builder)
         blocks.share(shared)
         fresh = blocks.allocate(blocks.num_for(start + count) - len(shared))
         assert fresh is not None  # counted above
-        if prefix.source is not None:
-            builder.copies.append((prefix.source, fresh[0]))
+        # The first fresh blocks of a fork follow the shared ones.
+        builder.copies.extend(
+            (source, target)
+            for source, target in zip(prefix.sources, fresh, strict=False)
+            if source
+        )
         if self.states is not None:
             self.states.begin(sequence, start, prefix.row)
+        num_shared = len(shared) // self._num_groups
+        if self.windows is not None:
+            self.windows.begin(sequence, num_shared, prefix.junction)
         sequence.blocks = [*shared, *fresh]
-        sequence.num_registered = len(shared)
-        sequence.num_computed_on_device = len(shared) * blocks.block_size
+        sequence.num_registered = num_shared
+        sequence.num_computed_on_device = num_shared * blocks.block_size
         sequence.num_computed = start
         sequence.request_slot = self._free_slots.pop()
         sequence.is_slot_stale = True
@@ -153,7 +171,7 @@ class Running:
 
         Sequences without enough blocks preempt others, from the end of the order.
         """
-        block_size, max_count = self._blocks.block_size, builder.max_count
+        max_count = builder.max_count
         for sequence in sequences:
             if builder.budget <= 0:
                 break
@@ -165,6 +183,8 @@ class Running:
             if not count:
                 builder.wait(sequence, count)
                 continue
+            if self.windows is not None:
+                count = self._shortened(sequence.blocks, sequence.num_computed, count)
             end = sequence.num_computed + count
             if builder.unknown and (unknown := builder.unknown.get(sequence.id)):
                 # As far as its drafts may take it, and at no other's expense; else it waits for the answer.
@@ -175,7 +195,7 @@ class Running:
                 ):
                     continue
                 end += unknown
-            if end <= len(sequence.blocks) * block_size or self.grow(sequence, end, builder):
+            if end <= self._end_of_blocks(sequence) or self.grow(sequence, end, builder):
                 builder.add(sequence, count, self._lookahead(sequence, end, builder))
             elif self._is_fcfs:
                 break  # it was the last, and the victim itself
@@ -183,12 +203,14 @@ class Running:
     def grow(self, sequence: Sequence, num_tokens: int, builder: StepBuilder) -> bool:
         """Extend the blocks of a sequence to `num_tokens`, preempting others if necessary.
 
-        Returns False if the sequence was preempted itself.
+        Returns False if the sequence was preempted itself, or if it gets blocks back with the answers to its steps in flight.
         """
         missing = self._blocks.num_for(num_tokens) - len(sequence.blocks)
         while (blocks := self._blocks.allocate(missing)) is None:
             if self._tier is not None and self._tier.cancel():
                 continue
+            if self.windows is not None and self.windows.are_coming(sequence):
+                return False
             victim = self._victim()
             builder.drop(victim)
             victim.num_evictions += 1
@@ -214,8 +236,37 @@ class Running:
         if count <= 0 or not is_decoding:
             return 0
         if not self._reach(sequence, end + count, builder):
-            return len(sequence.blocks) * self._blocks.block_size - end
+            return self._end_of_blocks(sequence) - end
         return count
+
+    def _end_of_blocks(self, sequence: Sequence) -> int:
+        """Return the position behind the last one that the blocks of a sequence hold."""
+        return len(sequence.blocks) // self._num_groups * self._blocks.block_size
+
+    def _has_cancelled_tier(self) -> bool:
+        return not self._sequences and self._tier is not None and self._tier.cancel()
+
+    def _shortened(self, table: list[int], start: int, count: int, num_idle: int = 0) -> int:
+        """Return how many of `count` tokens to compute: fewer if blocks are short, as the layout expects.
+
+        Args:
+            num_idle: the blocks of the table that are still free.
+        """
+        blocks = self._blocks
+        if blocks.num_for(start + count) - len(table) + num_idle <= blocks.num_free:
+            return count
+        return min(count, blocks.layout.num_step_tokens)
+
+    def _can_start(self, sequence: Sequence, shared: list[int], end: int) -> bool:
+        """Whether the free blocks suffice for a sequence that begins with shared ones and whose first step ends at position `end`."""
+        blocks = self._blocks
+        wanted = sequence.num_tokens if self._config.reserve_full_isl else end
+        if self.windows is None:
+            needed = blocks.num_for(wanted) - len(shared) + blocks.num_idle(shared)
+        else:
+            needed = self.windows.num_needed(shared, end, wanted)
+        spare = self._spare(sequence) if self._sequences else 0
+        return needed + spare <= blocks.num_free
 
     def _may_miss_save(self, sequence: Sequence, end: int) -> bool:
         """Whether drafts in flight may take a sequence to `end`, where a snapshot is due, or not so far.
@@ -284,15 +335,23 @@ class Running:
         """
         blocks = self._blocks
         count = sequence.num_computed_on_device // blocks.block_size
-        if count <= sequence.num_registered or not blocks.enable_prefix_caching:
-            return
-        hashes = sequence.hash_blocks(count, blocks.block_size)
-        for i in range(sequence.num_registered, count):
-            blocks.register(sequence.blocks[i], hashes[i])
+        if count > sequence.num_registered and blocks.enable_prefix_caching:
+            hashes, first = sequence.hash_blocks(count, blocks.block_size), sequence.num_registered
+            if self.windows is None:
+                self._offer(sequence, hashes, first, count)
+            else:
+                for place, name in self.windows.names(hashes, first, count):
+                    blocks.register(sequence.blocks[place], name)
+            sequence.num_registered = count
+        if self.windows is not None:
+            self.windows.give_back(sequence)
+
+    def _offer(self, sequence: Sequence, hashes: list[bytes], first: int, end: int) -> None:
+        for i in range(first, end):
+            self._blocks.register(sequence.blocks[i], hashes[i])
             # A client's name of an image is no digest of it, so prompts with images stay in memory.
             if self._tier is not None and not sequence.request.admit.media:
                 self._tier.offer(hashes[i], hashes[i - 1] if i else FIRST_PARENT)
-        sequence.num_registered = count
 
     def seek(self, sequence: Sequence) -> bool:
         """Whether blocks of a queued sequence are fetched from the tier, so that it should wait for them."""
@@ -315,7 +374,7 @@ class Running:
         end = start // blocks.block_size + 1
         if not blocks.enable_prefix_caching or _skips_cache(sequence):
             return False
-        if self.states is not None:
+        if self.states is not None or self.windows is not None:
             return self.expected_start(sequence) > start
         if start % blocks.block_size or end * blocks.block_size >= sequence.num_tokens:
             return False
@@ -342,23 +401,32 @@ class Running:
         A fork computes only the last prompt token.  The leader continues to write to its last, partly filled prompt block, so the
         fork gets a copy of it.  The prefix cache shares only whole blocks.
         """
-        blocks, states = self._blocks, self.states
+        blocks, states, windows = self._blocks, self.states, self.windows
         leader, start = _fork_leader(sequence), sequence.num_prompt - 1
         row = NO_ROW if states is None else states.fork_row(sequence.request)
         if leader is not None and (states is None or row >= 0 or start == 0):
             num_shared, rest = divmod(start, blocks.block_size)
-            source = leader.blocks[num_shared] if rest else None
-            return _Prefix(leader.blocks[:num_shared], start, source, row)
+            num, end = self._num_groups, num_shared + (rest > 0)
+            shared: list[int] | None = leader.blocks[: num_shared * num]
+            if windows is not None:
+                shared = windows.fork(leader, num_shared, copies_next=rest > 0)
+            if shared is not None:
+                sources = tuple(leader.blocks[num_shared * num : end * num])
+                return _Prefix(shared, start, sources, row)
         if not blocks.enable_prefix_caching or _skips_cache(sequence):
             return _Prefix([], 0)
         longest = (sequence.num_tokens - 1) // blocks.block_size
         hashes = sequence.hash_blocks(longest, blocks.block_size)
+        if windows is not None:
+            found = windows.find(hashes)
+            start = found.num_blocks * blocks.block_size
+            return _Prefix(found.table, start, junction=found.junction)
         cached = blocks.match(hashes)
         if states is None:
             return _Prefix(cached, len(cached) * blocks.block_size)
         hit = states.hit(hashes, len(cached))
         start = hit.num_blocks * blocks.block_size
-        return _Prefix(cached[: hit.num_blocks], start, None, hit.row, hit.junction)
+        return _Prefix(cached[: hit.num_blocks], start, (), hit.row, hit.junction)
 
     def _count_lookup(self, sequence: Sequence, num_cached: int) -> None:
         """Count a prefix lookup once for each sequence.  Lookups after a preemption have their own counters."""
@@ -381,11 +449,11 @@ class _Prefix(NamedTuple):
     blocks: list[int]
     # The first position to compute.
     start: int
-    # The block to copy for a fork.
-    source: int | None = None
+    # The blocks to copy for a fork.
+    sources: tuple[int, ...] = ()
     # The row of the recurrent state at `start`.
     row: int = NO_ROW
-    # The position up to which KV is cached without a state.
+    # The position up to which KV is cached without a state; with windows the number of blocks.
     junction: int = 0
 
 

@@ -97,7 +97,7 @@ class Request(msgspec.Struct, eq=False):
 
 
 class StateMarks(msgspec.Struct, eq=False):
-    """Notes of the rules of recurrent states about one sequence.  They stay empty for models without such states."""
+    """Notes of the rules of recurrent states and of windows about one sequence.  They stay empty for models without either."""
 
     # The row of the state with which the sequence begins, until its first step is answered; -1 for none.
     restore: int = -1
@@ -107,6 +107,10 @@ class StateMarks(msgspec.Struct, eq=False):
     last_saved: int = 0
     # The rows that steps in flight write, by position.
     saving: dict[int, int] = {}
+    # The number of leading blocks behind each window, which the sequence has given back.
+    behind: dict[int, int] = {}
+    # The ends of prefixes, in blocks, whose windows stay in the prefix cache.
+    cuts: tuple[int, ...] = ()
 
 
 class Sequence(msgspec.Struct, eq=False, kw_only=True):

@@ -109,6 +109,7 @@ class SequenceTable:
             "recompute_cache_queries": running.num_recompute_queries,
             "recompute_cache_hits": running.num_recompute_hits,
             "num_lost_tokens": running.num_lost_tokens,
+            **running.kv_bytes(),
             **({} if running.states is None else running.states.statistics()),
             "adapters": None if self._config.max_loras is None else self._adapter_stats(),
         }
@@ -143,7 +144,7 @@ class SequenceTable:
 
     @property
     def _capacity(self) -> int:
-        return self._blocks.num_usable * self._blocks.block_size
+        return self._blocks.capacity
 
     def open_request(self, admit: Admit) -> Request:
         """Make a request with the next number.  `enter` adds it to the table.
@@ -310,6 +311,8 @@ class SequenceTable:
     def fail(self, sequence: Sequence, error: RequestError) -> None:
         """End a sequence with an error, and withdraw its KV from the prefix cache, because it may be wrong."""
         self._blocks.forget(sequence.blocks)
+        if self.running.windows is not None:
+            self.running.windows.forget(sequence)
         self._end(sequence, "error", error)
 
     def fail_request(self, request: Request, error: RequestError) -> None:

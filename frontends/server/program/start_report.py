@@ -101,7 +101,7 @@ def _kv_cache(config: EngineConfig, info: DeviceInfo) -> str:
     num_seqs = config.scheduler.max_num_seqs
     each = ", of each replica" if config.data_parallel_size > 1 else ""
     return (
-        f"{num_blocks:,} blocks of {info.block_size} tokens ({num_blocks * info.block_size:,} in all), "
+        f"{num_blocks:,} blocks of {info.block_size} tokens ({info.num_kv_tokens(config.max_model_len):,} in all), "
         f"for at most {num_seqs:,} sequences at once{each}"
     )
 

@@ -162,7 +162,7 @@ class Service:
         Handlers wait for no lock: until this call, each request is answered with 503.
         """
         config, info = engine.config, engine.info
-        room = (info.num_blocks - 1) * info.block_size * config.data_parallel_size
+        room = info.num_kv_tokens(config.max_model_len) * config.data_parallel_size
         self.set_limits(config, room)
         self.gate.num_prefill_tokens = lambda: engine.num_prefill_tokens
         self.metrics.prefix = config.metrics_prefix

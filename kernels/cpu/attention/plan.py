@@ -8,6 +8,7 @@ each span yields is merged afterwards.  Cuts depend only on positions, so a toke
 import functools
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -38,6 +39,15 @@ class NativePlan(msgspec.Struct, frozen=True, dict=True):
     heads: int  # KV heads in one work item
     tiles: np.ndarray  # [., 6], see prefill.py
     later: "tuple[NativePlan, ...]" = ()
+
+    def with_blocks(self, block_ids: np.ndarray) -> Self:
+        """Return the plan of the same step for layers with another block table. All other arrays are shared."""
+        later = tuple(plan.with_blocks(block_ids) for plan in self.later)
+        twin = msgspec.structs.replace(self, block_ids=block_ids, later=later)
+        words = self.words.copy()
+        words[0] = block_ids.ctypes.data
+        vars(twin)["words"] = words
+        return twin
 
     @functools.cached_property
     def words(self) -> np.ndarray:

@@ -82,7 +82,11 @@ def prefill_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
             k = cache + head * num_slots * width
             v = cache + (num_kv + head) * num_slots * width
 
-            def slot(place: Value, table: Pointer = table) -> Value:
+            oldest = code.maximum(position + 1 - window, 0)
+
+            def slot(place: Value, table: Pointer = table, oldest: Value = oldest) -> Value:
+                # A hidden key before the window is not read, because its block may have another owner.
+                place = code.maximum(place, oldest)
                 return table[place // block_size] * block_size + place % block_size
 
             end = code.maximum(position + count, span_end)
@@ -101,7 +105,6 @@ def prefill_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
                 part.begin(position + at, own)
                 with code.when(sinks > 0):
                     part.add_sinks(code.pointer(sinks, "f32") + head * group, own)
-            oldest = code.maximum(position + 1 - window, 0)
             for first in code.loop(oldest // SIDE * SIDE, end, SIDE):
                 num = code.minimum(end - first, SIDE)
                 tile.stage_keys(lambda i, k=k, first=first: k + slot(first + i) * width, num)

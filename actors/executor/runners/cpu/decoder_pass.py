@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
-from trouper.actors.executor.models.decoder import Decoder, MixerState, StepStates
+from trouper.actors.executor.models.decoder import Decoder, MixerState, StepStates, windows_of
 from trouper.actors.executor.runners.cpu.models import WHOLE_STEP, Share
 from trouper.actors.executor.runners.cpu.recorded_steps import ForwardOutput, RecordedDecoderSteps
 from trouper.actors.executor.sampling.sampler import Sampler
@@ -65,6 +65,7 @@ class DecoderPass:
                 share.hidden_TE,
                 draws=share.samples,
                 mixers=mixers,
+                num_tables=len(windows_of(decoder.cache_specs)),
             )
         # Whether all ranks know that every one of them can record steps.
         self._has_agreed = share.group is None

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.models.decoder import Decoder, KVCacheSpec, windows_of
+from trouper.actors.executor.models.decoder import Decoder, KVCacheSpec, plan_keys_of
 from trouper.actors.executor.runners.cpu.decoder_pass import DecoderPass
 from trouper.actors.executor.runners.cpu.models import NativeModel, allocate_kv_cache
 from trouper.actors.executor.runners.resident_model import ResidentModel
@@ -204,7 +204,7 @@ class DraftModel:
             num_scheduled_tokens=counts,
             num_sampled_tokens=tuple(map(int, are_sampled)),
         )
-        batch = make_batch(part, self._slots, windows_of(self._model.cache_specs), decoder.plan)
+        batch = make_batch(part, self._slots, plan_keys_of(self._model.cache_specs), decoder.plan)
         output = steps.forward(batch)
         _, tokens, drawn_slots, ends = batch.samples
         if not len(tokens):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trouper.actors.executor.models.decoder import Decoder, MixerState, StepStates
 from trouper.actors.executor.models.encoder import Encoder
+from trouper.actors.executor.models.traits import PlanKey
 from trouper.actors.executor.sampling.sampler import Sampler
 from trouper.actors.executor.steps.arrays import from_numpy
 from trouper.actors.executor.steps.batch import Batch
@@ -55,10 +56,10 @@ class ForwardOutput(NamedTuple):
 
 
 class _RecordedStep(NamedTuple):
-    """A recording of a decoder's step, and the attention plans by window, whose pointers it reads."""
+    """A recording of a decoder's step, and the attention plans by key, whose pointers it reads."""
 
     recording: Recording[tuple[Tensor, Tensor | None]]
-    plans: dict[int | None, Any]
+    plans: dict[PlanKey, Any]
 
 
 class _RecordedPass(NamedTuple):
@@ -79,6 +80,7 @@ class RecordedDecoderSteps:
         arena: provides the memory of activations.
         hidden_TE: the buffer with the output of the previous pipeline stage. Without it tokens are embedded here.
         mixers: the states of recurrent mixers, by layer and index; None if the model has none.
+        num_tables: the number of block tables.
         draws: whether tokens are sampled here rather than on another rank.
     """
 
@@ -93,13 +95,15 @@ class RecordedDecoderSteps:
         *,
         draws: bool = True,
         mixers: Mapping[tuple[int, int], MixerState] | None = None,
+        num_tables: int = 1,
     ) -> None:
         self._mixers = mixers
         self._hidden_TE, self._draws_here = hidden_TE, draws
         self._decoder, self._caches, self._sampler, self._arena = decoder, caches, sampler, arena
         self._max_rows = min(max_rows + NEWCOMERS, MAX_ROWS)
-        # Token ids, positions and cache slots.
-        self._inputs = np.zeros((3, self._max_rows), dtype=np.int64)
+        # Token ids and positions, and the cache slots of each block table.
+        self._inputs = np.zeros((2, self._max_rows), dtype=np.int64)
+        self._slots = np.zeros((num_tables, self._max_rows), dtype=np.int64)
         # The columns of `StepStates` in a step, and in a replay of drafts.  Neither saves a state in the middle of an entry.
         self._entries = np.zeros((6, self._max_rows), dtype=np.int64)
         self._replayed = np.zeros((6, MAX_VERIFIED), dtype=np.int64)
@@ -140,16 +144,18 @@ class RecordedDecoderSteps:
         samples = batch.samples
         num_rows, num_drawn = batch.num_tokens, len(samples.entries)
         step, is_drawn = self._step_for(batch, may_draw=may_draw)
-        for held, now in zip(self._inputs, batch.inputs, strict=True):
+        *inputs, kv_slots = batch.inputs
+        for held, now in zip(self._inputs, inputs, strict=True):
             held[:num_rows] = now
+        self._slots[:, :num_rows] = kv_slots
         if self._mixers is not None:
             self._set_entries(batch, num_rows)
         picked, slots, ends, tokens = self._draws
         picked[:num_drawn], picked[num_drawn:num_rows] = samples.tokens, -1
         slots[:num_drawn] = samples.slots
         ends[:num_drawn] = samples.ends
-        for window, plan in step.plans.items():
-            plan.words[:] = batch.plans[window].words
+        for key, plan in step.plans.items():
+            plan.words[:] = batch.plans[key].words
         step.recording.replay()
         return ForwardOutput(*step.recording.result, tokens[:num_drawn] if is_drawn else None)
 
@@ -200,7 +206,11 @@ class RecordedDecoderSteps:
 
     def _recorded(self, num_rows: int, is_drawn: bool, batch: Batch) -> _RecordedStep:
         decoder = self._decoder
-        inputs = HostTokens(*(from_numpy(held[:num_rows]) for held in self._inputs))
+        held_slots = self._slots if len(self._slots) > 1 else self._slots[0]
+        inputs = HostTokens(
+            *(from_numpy(held[:num_rows]) for held in self._inputs),
+            from_numpy(held_slots[..., :num_rows]),
+        )
         *draws, tokens = (held[:num_rows] for held in self._draws)
         hidden_TE = None if self._hidden_TE is None else self._hidden_TE[:num_rows]
         states, entries = None, list[np.ndarray]()

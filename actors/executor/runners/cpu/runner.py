@@ -18,7 +18,7 @@ from torch import Tensor
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.executor.media.encoder import ImageEncoder
 from trouper.actors.executor.media.tower import ADVICE
-from trouper.actors.executor.models.decoder import Decoder, windows_of
+from trouper.actors.executor.models.decoder import Decoder, plan_keys_of, windows_of
 from trouper.actors.executor.models.families.registry import PREFIX_MODELS
 from trouper.actors.executor.runners.cpu.decoder_pass import DecoderPass
 from trouper.actors.executor.runners.cpu.draft_model import DraftModel
@@ -44,7 +44,7 @@ from trouper.actors.executor.speculation.drafter import Drafter
 from trouper.actors.executor.steps.adapter_slots import AdapterSlots
 from trouper.actors.executor.steps.batch import Batch, make_batch
 from trouper.actors.executor.steps.kept_memory import KeptMemory
-from trouper.actors.executor.steps.kv_memory import KVCache, num_kv_blocks
+from trouper.actors.executor.steps.kv_memory import KVCache, kv_layout, num_kv_blocks
 from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.executor.steps.state_memory import StateBudget, StatePool, num_state_rows
 from trouper.actors.executor.weights.tower import load_tower
@@ -84,12 +84,15 @@ class CpuRunner:
         self._dtype = dtype
         model = model or NativeModel(config)
         self._encoder = _encoder_of(config, model)
+        # Only own code has layers with block tables of their own.
+        windows = windows_of(model.cache_specs or ())
         self.slots = RequestSlots(
             config.scheduler.max_num_seqs,
             config.max_model_len,
             config.block_size,
             self._encoder,
             spans_ignore_window=config.media is not None and config.media.family.spans == "prompt",
+            num_tables=len(windows),
         )
         self._sampler = Sampler(self.slots)
         self._draft_model: DraftModel | None = None
@@ -152,6 +155,7 @@ class CpuRunner:
             num_state_rows=rows.num_live,
             num_snapshots=rows.num_snapshots,
             state_bytes=rows.row_bytes,
+            layout=kv_layout(config, specs, self._dtype.itemsize),
         )
 
     def sleep(self, level: int) -> None:
@@ -372,10 +376,11 @@ class CpuRunner:
         batch = make_batch(
             plan,
             self.slots,
-            windows_of(self.model.cache_specs),
+            plan_keys_of(self.model.cache_specs),
             decoder.plan,
             num_drafts,
             reads_some=self._share.is_last,
+            plan_tables=decoder.plan_tables,
         )
         if self._adapter_rows is not None:
             read = None if batch.read is None else batch.read.tokens_R.numpy()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.models.native_decoder import NativeDecoder, ops_config
-from trouper.actors.executor.models.traits import DecoderTraits
+from trouper.actors.executor.models.traits import DecoderTraits, PlanKey
 from trouper.actors.executor.steps.arrays import from_numpy
 from trouper.actors.executor.steps.batch import split_at_spans
 from trouper.actors.executor.weights.decoder import load_decoder
@@ -89,7 +89,7 @@ class UnpagedDecoder:
         if spans:
             columns, found = split_at_spans(columns, spans, self._spans_ignore_window)
         rows, starts, counts, are_prompts = columns
-        plans: dict[int | None, Any] = {
+        plans: dict[PlanKey, Any] = {
             window: ops.plan(block_ids, rows, starts, counts, window, are_prompts, *found)
             if traits.is_causal
             else _GroupPlan(groups, slots_T, window)

@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from trouper.actors.executor.device import DeviceInfo, PendingResult
-from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, windows_of
+from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, plan_keys_of
 from trouper.actors.executor.models.native_decoder import NativeDecoder
 from trouper.actors.executor.runners.cuda.adapters import DeviceAdapters
 from trouper.actors.executor.runners.cuda.machine import CudaMachine, Graph, Machine
@@ -45,7 +45,7 @@ from trouper.actors.executor.runners.cuda.step_inputs import (
 from trouper.actors.executor.runners.cuda.tables import Changes, Layout, is_penalised
 from trouper.actors.executor.runners.model_runner import Profiler
 from trouper.actors.executor.runners.resident_model import ResidentModel
-from trouper.actors.executor.steps.kv_memory import num_kv_blocks
+from trouper.actors.executor.steps.kv_memory import kv_layout, num_kv_blocks
 from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.executor.weights.decoder import adapted_parameters
 from trouper.actors.messages.steps import PoolPlan, StepDone, StepPlan
@@ -122,7 +122,11 @@ class CudaRunner:
         self._model.num_blocks = self._num_blocks_that_fit()
         self.wake(frozenset({"weights", "kv_cache"}))
         return DeviceInfo(
-            self._model.num_blocks, config.block_size, config.dtype, self._machine.name
+            self._model.num_blocks,
+            config.block_size,
+            config.dtype,
+            self._machine.name,
+            layout=kv_layout(config, self._source.cache_specs, self._dtype.itemsize),
         )
 
     # Memory
@@ -315,7 +319,8 @@ class CudaRunner:
             num_tokens=shape.num_tokens,
             is_decode=shape.is_decode,
         )
-        windows = windows_of(self._source.cache_specs)
+        # A GPU has one block table, so the keys are the windows.
+        windows = plan_keys_of(self._source.cache_specs)
         plans = {window: decoder.plan(step_tokens, window) for window in windows}
         hidden_TE = decoder.forward(step_tokens, plans, resident.kv.layers, embeds)
         logits_CV = decoder.logits(hidden_TE.index_select(0, inputs.last_tokens))
