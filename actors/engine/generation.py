@@ -105,6 +105,8 @@ class Generation(Generic[Output]):
         self._params = params
         self._render = render
         self._options = options
+        # The engine's number of the request, once it was opened.
+        self.engine_id: RequestId | None = None
         self._opened: tuple[RequestId, Slot[Output]] | None = None
         self._num_tokens = (0, 0)
         self._is_finished = False
@@ -263,6 +265,7 @@ class Generation(Generic[Output]):
             self._opened = self._desk.open_request(
                 self.request_id, self._params, self._render, self._options
             )
+            self.engine_id = self._opened[0]
         return self._opened[1]
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from trouper.frontends.cli.arguments.help import PanelCommand, TextCommand, Whol
 from trouper.frontends.cli.arguments.server_options import option_names
 from trouper.frontends.cli.batch.embed import embed, score
 from trouper.frontends.cli.batch.generate import generate
+from trouper.frontends.cli.batch.replay import replay
 from trouper.frontends.cli.batch.run_batch import run_batch
 from trouper.frontends.cli.chat.commands import chat, complete
 from trouper.frontends.cli.collect_env import collect_env
@@ -48,6 +49,7 @@ app.command(cls=PanelCommand)(score)
 app.command(cls=PanelCommand)(serve)
 app.command(cls=PanelCommand)(launch)
 app.command(cls=PanelCommand)(run_batch)
+app.command(cls=PanelCommand)(replay)
 app.command(cls=PanelCommand)(models)
 app.command("list", cls=PanelCommand, help="List the models on this machine, as `models` does.")(
     models

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from trouper.actors.executor.workers.launching import Launcher
     from trouper.frontends.python.async_engine import AsyncLLMEngine
     from trouper.frontends.server.durable.journal import Journal
+    from trouper.frontends.server.durable.recording import RequestRecorder
     from trouper.frontends.server.models.residency import Residency
 
 LOOPBACK = "127.0.0.1"
@@ -136,9 +137,9 @@ def serve(
         from trouper.actors.executor.workers.launching import LaunchedAhead
 
         with LaunchedAhead() as launcher:
-            _run(settings, resolved, launcher)
+            _run(settings, resolved, engine_args, launcher)
     else:
-        _run(settings, resolved)
+        _run(settings, resolved, engine_args)
 
 
 def _set_model(
@@ -165,8 +166,9 @@ def _run_several(
     """Serve a table of models.  Their options are checked before the listeners open."""
     from trouper.frontends.server.models.sizes import default_budget, plan_models
 
-    if settings.journal is not None:
-        raise invalid("journal", "needs a server of one model", settings.journal)
+    for name in ("journal", "record"):
+        if (given_folder := getattr(settings, name)) is not None:
+            raise invalid(name, "needs a server of one model", given_folder)
     names = [field.name for field in dataclasses.fields(base)]
     given = frozenset(name for name in names if name != "model" and is_given(ctx, name))
     tables: dict[str, Any] = ctx.meta.get(MODEL_TABLES, {})
@@ -194,8 +196,14 @@ def _run_host(config: EngineConfig, nodes: NodesConfig, settings: ServeSettings)
         anyio.run(run_host, config, nodes, backend=settings.loop)
 
 
-def _run(settings: ServeSettings, config: EngineConfig, launcher: "Launcher | None" = None) -> None:
+def _run(
+    settings: ServeSettings,
+    config: EngineConfig,
+    args: EngineArgs,
+    launcher: "Launcher | None" = None,
+) -> None:
     from trouper.frontends.server.durable.opening import open_journal
+    from trouper.frontends.server.durable.recording import open_recorder
 
     def engine() -> "AsyncLLMEngine":
         from trouper.frontends.python.async_engine import AsyncLLMEngine
@@ -203,9 +211,12 @@ def _run(settings: ServeSettings, config: EngineConfig, launcher: "Launcher | No
         return AsyncLLMEngine(config, launcher=launcher)
 
     has_workers = config.device_worker == "process"
-    journal = partial(open_journal, settings, config)
+
+    def keepers() -> "tuple[Journal | None, RequestRecorder | None]":
+        return open_journal(settings, config), open_recorder(settings, config, args)
+
     _listen(
-        settings, config.shutdown_timeout_s, engine=engine, journal=journal, has_workers=has_workers
+        settings, config.shutdown_timeout_s, engine=engine, keepers=keepers, has_workers=has_workers
     )
 
 
@@ -215,7 +226,7 @@ def _listen(
     *,
     engine: "Callable[[], AsyncLLMEngine] | None" = None,
     residency: "Callable[[], Residency] | None" = None,
-    journal: "Callable[[], Journal | None] | None" = None,
+    keepers: "Callable[[], tuple[Journal | None, RequestRecorder | None]] | None" = None,
     has_workers: bool = False,
 ) -> None:
     """Open the listeners and serve: the engine of one model, or the residency of several."""
@@ -257,8 +268,8 @@ def _listen(
             service = Service(settings)
             if isinstance(unopened, Residency):
                 service = unopened.table.default.service.front
-            if journal is not None:
-                service.journal = await anyio.to_thread.run_sync(journal)
+            if keepers is not None:
+                service.journal, service.recorder = await anyio.to_thread.run_sync(keepers)
             server = Server(
                 service,
                 shutdown_timeout_s=shutdown_timeout_s,

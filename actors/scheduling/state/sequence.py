@@ -313,13 +313,20 @@ def as_int64(value: int) -> int:
     return (value + 2**63) % 2**64 - 2**63
 
 
+def derived_seed(engine_seed: int, request_id: int) -> int:
+    """Return the seed of a request that gives none.
+
+    Only the engine's seed and the number of the request determine it, so a replay samples the same tokens.
+    """
+    digest = hashlib.sha256(f"{engine_seed}:{request_id}".encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
 def _sampling(admit: Admit, stop_ids: list[int], engine_seed: int) -> Sampling:
     params = admit.params
     seed = params.seed
     if seed is None:
-        # Only the engine's seed and the request determine it, so a replay samples the same tokens.
-        text = f"{engine_seed}:{admit.id}".encode()
-        seed = int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
+        seed = derived_seed(engine_seed, admit.id)
     # Structs with immutable fields cross to the device, so lists become tuples.
     given = {name: getattr(params, name) for name in DEVICE_FIELDS}
     for name in DEVICE_IDS:

@@ -43,6 +43,7 @@ from trouper.params import SamplingParams
 
 if TYPE_CHECKING:
     from trouper.actors.engine.generation import Generation
+    from trouper.frontends.server.durable.recording import RequestRecording
 
 # Characters to parse before other tasks get a turn: at most 5 ms, even for a hostile text.
 AT_ONCE = 1024
@@ -243,6 +244,10 @@ class Driver(Generic[A]):
         self.seed_step = 0
         # The prompt and the choice of each generation, where an answer goes on.
         self._resumed: list[tuple[int, int]] | None = None
+        # Notes what `trouper replay` needs; None without `--record`, and for a beam search.
+        self._recording: RequestRecording | None = None
+        if service.recorder is not None and parsed.beams is None:
+            self._recording = service.recorder.begin(parsed.prompts, parsed.params, parsed.options)
 
     async def answer(self, on_complete: Callable[[], None] | None = None) -> None:
         """Send the reply.  `on_complete` is called when the reply is complete but not yet sent entirely.
@@ -272,11 +277,12 @@ class Driver(Generic[A]):
         Parsing yields to other tasks between outputs, so a reply with many choices does not block the event loop.
         """
         outputs = await self._final_outputs()
-        for i, output in enumerate(outputs):
-            for update in await self._updates(i, output):
-                self.adapter.add(update)
-            if i % ITEMS_PER_TURN == ITEMS_PER_TURN - 1:
-                await anyio.lowlevel.checkpoint()
+        with self._recorded():
+            for i, output in enumerate(outputs):
+                for update in await self._updates(i, output):
+                    self.adapter.add(update)
+                if i % ITEMS_PER_TURN == ITEMS_PER_TURN - 1:
+                    await anyio.lowlevel.checkpoint()
         return self.adapter.reply(self._counter.usage)
 
     async def _final_outputs(self) -> list[RequestOutput]:
@@ -295,18 +301,28 @@ class Driver(Generic[A]):
 
     async def _send_stream(self, on_complete: Callable[[], None] | None) -> None:
         context, keeper = self._context, self.keeper
-        if keeper is None:
-            await self._send_generated()
-        else:
-            for i, output in keeper.known:
-                await self._send_output(i, output)
-            await self._read_kept(keeper, self._send_output, context.start_events)
+        with self._recorded():
+            if keeper is None:
+                await self._send_generated()
+            else:
+                for i, output in keeper.known:
+                    await self._send_output(i, output)
+                await self._read_kept(keeper, self._send_output, context.start_events)
         events = self.adapter.end(self._counter.usage)
         if on_complete is not None:
             on_complete()
         for event in events:
             await context.send_event(event.content, event.name)
         await context.end_events(self.adapter.STREAM_END)
+
+    @contextmanager
+    def _recorded(self) -> Generator[None]:
+        """Write the record of the request at the end of the block, also if its client has left."""
+        try:
+            yield
+        finally:
+            if self._recording is not None:
+                self._recording.end()
 
     async def _send_generated(self) -> None:
         context, parsed = self._context, self.parsed
@@ -374,6 +390,9 @@ class Driver(Generic[A]):
 
     async def _updates(self, i: int, output: RequestOutput) -> list[ChoiceUpdate]:
         """Return one update for each choice in an output of prompt `i`."""
+        # A durable answer is in the journal, and parts of it may come from an earlier process.
+        if self._recording is not None and self.keeper is None:
+            self._recording.note(i, output)
         prompt_text = await self._prompt_text(i, output) if self.parsed.shows_prompt else ""
         if self.parsed.is_prompt_only:
             for completion in output.outputs:
@@ -413,11 +432,12 @@ class Driver(Generic[A]):
         Raises:
             HTTPError: the limits leave too little room for this request.
         """
-        make, parsed = self._make(), self.parsed
-        return (
+        make, parsed, recording = self._make(), self.parsed, self._recording
+        generations = (
             make(prompt, self._params_of(i), str(i), True)
             for i, prompt in enumerate(parsed.prompts)
         )
+        return generations if recording is None else recording.listed(generations)
 
     def _params_of(self, i: int, index: int = 0, n: int | None = None) -> SamplingParams:
         """Return the parameters of prompt `i`, or with `n` those of its choice `index` only."""

@@ -172,6 +172,8 @@ class Server:
             if self._service.journal is not None:
                 # It ends after all that write to it.
                 await helpers.start(self._service.journal.run_writer, name="journal")
+            if self._service.recorder is not None:
+                await helpers.start(self._service.recorder.run_writer, name="recorder")
             async with anyio.create_task_group() as engines:
                 async with anyio.create_task_group() as listeners:
                     for listener in (*public, *admin):

@@ -29,6 +29,7 @@ from trouper.frontends.server.admission.overload import (
     memory_used,
 )
 from trouper.frontends.server.durable.journal import Journal
+from trouper.frontends.server.durable.recording import RequestRecorder
 from trouper.frontends.server.http.body import BodyMemory
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.decoding import UnknownFields
@@ -130,6 +131,8 @@ class Service:
         self.front._services.append(self)
         # Keeps what must outlive the server; None without `--journal`.
         self._journal: Journal | None = None
+        # Records requests for `trouper replay`; None without `--record`.
+        self.recorder: RequestRecorder | None = None
         self._ladder = Ladder()
         # The time of the last round trip.
         self._proved_at = -math.inf

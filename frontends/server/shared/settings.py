@@ -377,6 +377,20 @@ class ServeSettings(ServerSettings, frozen=True, kw_only=True):
             min=0.0,
         ),
     ] = 600.0
+    record: Annotated[
+        str | None,
+        Opt(
+            "Folder for a record of each request, which `trouper replay` computes again.",
+            metavar="DIR",
+        ),
+    ] = None
+    record_content: Annotated[
+        bool,
+        Opt(
+            "Write token ids into the records too, not only their digests.",
+            flags=("--record-content",),
+        ),
+    ] = False
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Opt(

@@ -1,0 +1,304 @@
+"""`trouper replay`: compute recorded requests again, and compare their tokens with the record.
+
+In float32 the tokens of a request depend on the request only, so a difference is a fault. In bfloat16 two candidates whose
+logits are nearly equal may change places; a difference shows how far apart they were.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import anyio
+import msgspec
+import typer
+
+from trouper.config.args import EngineArgs
+from trouper.config.engine_config import EngineConfig
+from trouper.errors import TrouperError, invalid
+from trouper.frontends.cli.arguments.misplaced import check_generates
+from trouper.frontends.cli.arguments.options import expand_options, is_given
+from trouper.frontends.cli.running import Interrupts, resolve_offline, run_engine
+from trouper.lora import LoRARequest
+from trouper.params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from trouper.frontends.python.async_engine import AsyncLLMEngine
+    from trouper.frontends.server.durable.recording import ChoiceRecord, RecordHead, RequestRecord
+    from trouper.outputs import Logprob, RequestOutput
+
+# The ends of the names of files of records.
+SUFFIX = ".jsonl"
+# Open requests of the engine, with prompts and answers in memory.
+MAX_OPEN = 64
+# Differences to show in full.
+MAX_SHOWN = 10
+# Candidates with logprobs when a difference is examined.
+NUM_CANDIDATES = 20
+# Two candidates are a near tie in bfloat16 if they are closer, relative to the larger logprob, than two units of its last place.
+NEAR_TIE = 2 * 2**-8
+
+
+@expand_options
+def replay(
+    ctx: typer.Context,
+    records: Annotated[
+        Path,
+        typer.Argument(metavar="RECORDS", help="Folder of `serve --record`, or one of its files."),
+    ],
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON lines with `prompt_token_ids`, for records without content.", metavar="FILE"
+        ),
+    ] = None,
+    line: Annotated[
+        int | None, typer.Option(help="Replay only the record in this line of a file.", min=2)
+    ] = None,
+    alone: Annotated[
+        bool, typer.Option("--alone", help="Run one request after the other.")
+    ] = False,
+    *,
+    engine_args: EngineArgs,
+) -> None:
+    """Compute recorded requests again, and compare their tokens with the record.
+
+    For example: trouper replay records
+
+    Model and options are those of the recorded server, unless others are given. It exits with 0 if all tokens are equal, with
+    1 if some differ, and with 2 if the weights or the number format are others than those of the record.
+    """
+    files = _files(records, line)
+    head = _read_head(files[0])
+    args = _recorded_args(ctx, engine_args, head)
+    config = resolve_offline(args)
+    check_generates(config)
+    _check_same(files, config)
+    known = {} if prompts is None else _read_prompts(prompts)
+    run = _Replay(head, _read(files, line), known, 1 if alone else MAX_OPEN)
+    run_engine(config, run.replay_all)
+    for text in run.differences[:MAX_SHOWN]:
+        print(text)
+    for reason, num in run.skipped.items():
+        print(f"skipped {num}: {reason}")
+    print(f"{run.num_replayed} requests replayed, {len(run.differences)} differ")
+    if run.differences:
+        raise typer.Exit(1)
+    if not run.num_replayed:
+        raise invalid("records", "no request could be replayed", str(records))
+
+
+def _files(records: Path, line: int | None) -> list[Path]:
+    files = sorted(records.glob(f"*{SUFFIX}")) if records.is_dir() else [records]
+    if not files or not files[0].is_file():
+        raise invalid("records", f"there is no file of records (*{SUFFIX})", str(records))
+    if line is not None and len(files) > 1:
+        raise invalid("line", "needs one file of records instead of a folder with several", line)
+    return files
+
+
+def _read_head(file: Path) -> "RecordHead":
+    from trouper.frontends.server.durable.recording import RecordHead
+
+    try:
+        with file.open("rb") as reader:
+            return msgspec.json.decode(reader.readline(), type=RecordHead)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise invalid("records", f"is not a file of records: {error}", str(file)) from None
+
+
+def _recorded_args(ctx: typer.Context, given: EngineArgs, head: "RecordHead") -> EngineArgs:
+    """Return the options of the recorded server, with those of the command line in place of its own."""
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    recorded = {name: value for name, value in head.options.items() if name in known}
+    recorded.setdefault("model", head.model)
+    recorded.pop("device_worker", None)
+    args = EngineArgs(**recorded)
+    for name in known:
+        if is_given(ctx, name):
+            setattr(args, name, getattr(given, name))
+    return args
+
+
+def _check_same(files: list[Path], config: EngineConfig) -> None:
+    """Raise TrouperValidationError (exit code 2) if the tokens could not be equal, because the model is another one."""
+    from trouper.frontends.server.durable.opening import fingerprint
+
+    mine = fingerprint(config).hex()
+    for file in files:
+        head = _read_head(file)
+        if str(config.dtype) != head.dtype:
+            text = f"the records in {file} were made in {head.dtype}; give --dtype {head.dtype}"
+            raise invalid("dtype", text, str(config.dtype))
+        if head.fingerprint != mine:
+            text = f"has other weights, tokenizer, template or number format than the model of {file}, {head.model}"
+            raise invalid("model", text, str(config.model.path))
+
+
+def _read(files: list[Path], line: int | None) -> "Iterator[tuple[str, RequestRecord | str]]":
+    """Yield the place of each record, and the record or the reason why it cannot be read."""
+    from trouper.frontends.server.durable.recording import RequestRecord
+
+    for file in files:
+        with file.open("rb") as reader:
+            for number, text in enumerate(reader, 1):
+                if number == 1 or not text.strip() or line not in (None, number):
+                    continue
+                place = f"{file.name}:{number}"
+                try:
+                    yield place, msgspec.json.decode(text, type=RequestRecord)
+                except msgspec.MsgspecError:
+                    yield place, "the line is damaged"
+
+
+class _PromptLine(msgspec.Struct):
+    prompt_token_ids: list[int]
+
+
+def _read_prompts(file: Path) -> dict[str, list[int]]:
+    """Return prompts by the digest of their token ids."""
+    from trouper.frontends.server.durable.recording import digest
+
+    try:
+        lines = file.read_bytes().splitlines()
+        found = [msgspec.json.decode(each, type=_PromptLine) for each in lines if each.strip()]
+    except (OSError, msgspec.MsgspecError) as error:
+        raise invalid("prompts", f"cannot be read: {error}", str(file)) from None
+    return {digest(each.prompt_token_ids): each.prompt_token_ids for each in found}
+
+
+class _Replay:
+    """One run over all records.
+
+    Attributes:
+        differences: a text for each request with other tokens.
+        skipped: the number of records by the reason why they cannot be replayed.
+    """
+
+    def __init__(
+        self,
+        head: "RecordHead",
+        records: "Iterator[tuple[str, RequestRecord | str]]",
+        prompts: Mapping[str, list[int]],
+        max_open: int,
+    ) -> None:
+        self.num_replayed = 0
+        self.differences: list[str] = []
+        self.skipped: dict[str, int] = {}
+        self._records, self._prompts, self._max_open = records, prompts, max_open
+        self._adapters = {
+            name: LoRARequest(name, number, path)
+            for number, (name, path) in enumerate(head.adapters.items(), 1)
+        }
+
+    async def replay_all(self, engine: "AsyncLLMEngine", _: Interrupts) -> None:
+        # A reader takes the next record when it has finished one, so only as many are in memory.
+        async with anyio.create_task_group() as tasks:
+            for _number in range(self._max_open):
+                tasks.start_soon(self._read_on, engine, name="replay")
+
+    async def _read_on(self, engine: "AsyncLLMEngine") -> None:
+        from trouper.frontends.server.durable.recording import RequestRecord
+
+        for place, record in self._records:
+            reason = record if isinstance(record, str) else self._obstacle(record)
+            if reason is not None:
+                self.skipped[reason] = self.skipped.get(reason, 0) + 1
+                continue
+            assert isinstance(record, RequestRecord)
+            await self._replay(engine, place, record)
+
+    def _obstacle(self, record: "RequestRecord") -> str | None:
+        """Return why a record cannot be replayed, or None."""
+        if record.withheld:
+            return f"without {', '.join(record.withheld)}"
+        if record.prompt.ids is None and record.prompt.sha256 not in self._prompts:
+            return "without the prompt: record with --record-content, or give --prompts FILE"
+        if record.adapter is not None and record.adapter not in self._adapters:
+            return f"the adapter {record.adapter} was not loaded at the server's start"
+        return None
+
+    async def _replay(self, engine: "AsyncLLMEngine", place: str, record: "RequestRecord") -> None:
+        from trouper.frontends.server.durable.recording import digest
+
+        num_tokens = max(choice.tokens.num for choice in record.outputs)
+        try:
+            found = await self._generate(engine, record, place, num_tokens)
+        except (TrouperError, msgspec.MsgspecError) as error:
+            self.differences.append(f"{place} ({record.id}): {error}")
+            return
+        self.num_replayed += 1
+        ids = {each.index: list(each.token_ids) for each in found.outputs}
+        for choice in record.outputs:
+            mine = ids.get(choice.index, [])[: choice.tokens.num]
+            if digest(mine) != choice.tokens.sha256:
+                text = await self._explain(engine, place, record, choice, mine)
+                self.differences.append(f"{place} ({record.id}): {text}")
+                return
+
+    async def _generate(
+        self,
+        engine: "AsyncLLMEngine",
+        record: "RequestRecord",
+        name: str,
+        num_tokens: int,
+        logprobs: int | None = None,
+    ) -> "RequestOutput":
+        """Compute a record.  The answer gets the recorded length, so it needs no stop strings."""
+        from trouper.actors.messages.requests import RequestOptions
+
+        given: dict[str, Any] = {
+            **record.params,
+            "seed": record.seed,
+            "logprobs": logprobs,
+            "prompt_logprobs": None,
+            # A client may leave before the least number of tokens.
+            "max_tokens": max(num_tokens, record.params.get("min_tokens", 0)),
+        }
+        params = msgspec.convert(given, SamplingParams, strict=False)
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        ids = record.prompt.ids or self._prompts[record.prompt.sha256]
+        adapter = None if record.adapter is None else self._adapters[record.adapter]
+        options = RequestOptions(lora_request=adapter, reasoning=record.reasoning)
+        last: RequestOutput | None = None
+        async with engine.engine.generate(
+            {"prompt_token_ids": ids}, params, name, options
+        ) as found:
+            async for each in found:
+                last = each
+        assert last is not None
+        if last.error is not None:
+            raise last.error.to_exception()
+        return last
+
+    async def _explain(
+        self,
+        engine: "AsyncLLMEngine",
+        place: str,
+        record: "RequestRecord",
+        choice: "ChoiceRecord",
+        mine: list[int],
+    ) -> str:
+        """Describe the first token that differs, with the logprobs of both candidates."""
+        wanted = choice.tokens.ids
+        if wanted is None:
+            return "the tokens differ; records with content show where"
+        pairs = zip(mine, wanted, strict=False)
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(mine), len(wanted)))
+        if at >= len(mine):
+            return f"the answer ends after {at} tokens, not after {len(wanted)}"
+        number = min(NUM_CANDIDATES, engine.config.max_logprobs)
+        again = await self._generate(engine, record, f"{place}-again", at + 1, number)
+        position = again.outputs[choice.index]
+        text = f"token {at} is {mine[at]}, not {wanted[at]}"
+        if list(position.token_ids[:at]) != wanted[:at] or not position.logprobs:
+            return f"{text}; a third run differs before it"
+        return text + _gap(position.logprobs[at], mine[at], wanted[at])
+
+
+def _gap(candidates: "Mapping[int, Logprob]", mine: int, wanted: int) -> str:
+    if mine not in candidates or wanted not in candidates:
+        return f"; not both are among the {len(candidates)} likeliest"
+    a, b = candidates[mine].logprob, candidates[wanted].logprob
+    near = ", a near tie" if abs(a - b) <= NEAR_TIE * max(abs(a), abs(b)) else ""
+    return f"; logprobs {a:.6f} and {b:.6f}, {abs(a - b):.2g} apart{near}"
