@@ -85,7 +85,8 @@ class Batch(msgspec.Struct, frozen=True):
         Recorded steps do without them: every call of torch lets go of the GIL, which a busy event loop then keeps for a while.
         """
         axes = None if self.axes is None else from_numpy(self.axes)
-        return HostTokens(*map(from_numpy, self.inputs), axes)
+        ids, positions, slots = map(from_numpy, self.inputs)
+        return HostTokens(ids, positions, slots, axes)
 
     @property
     def entries(self) -> tuple[np.ndarray, ...]:

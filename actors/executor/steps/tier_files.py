@@ -20,7 +20,7 @@ import stat
 import struct
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 
 import msgspec
@@ -286,7 +286,7 @@ class TierFolder:
         return os.path.join(self._root, key[0], f"{entry.name.hex()}.{entry.parent}")
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _locked(self) -> Generator[None]:
         """Hold the lock of the folder, so that all writers together respect its bound."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         file = os.open(os.path.join(self._root, "lock"), flags, 0o600)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from trouper.actors.messages.media import ProcessedImage
 from trouper.actors.rendering.media.files import MAX_FILE_BYTES, RefusedFileError
@@ -149,10 +150,9 @@ class AudioProcessor:
             raise RefusedFileError("media_too_large", rule)
         features = self._log_mel(_padded(samples, fields.num_window_samples))
         num_frames = -(-len(samples) // fields.hop_length)
-        mask = np.arange(features.shape[1]) < num_frames
+        mask = _mask(num_frames, features.shape[1])
         num_rows = (_halved(num_frames) - 2) // 2 + 1
-        arrays = {"input_features": features[None], "feature_attention_mask": mask[None]}
-        return {**arrays, "feature_attention_mask": mask[None].astype(np.int64)}, num_rows
+        return {"input_features": features[None], "feature_attention_mask": mask}, num_rows
 
     def _of_voxtral(self, samples: Samples) -> tuple[dict[str, Any], int]:
         """Cut the spectrogram of the whole recording into windows; the last is filled with silence."""
@@ -171,11 +171,11 @@ class AudioProcessor:
         piece = 2 * int(self._tower.get("n_window", 50))
         num_frames = features.shape[1]
         total = -(-num_frames // piece) * piece
-        mask = (np.arange(total) < num_frames).astype(np.int64)
+        mask = _mask(num_frames, total)
         features = np.pad(features, ((0, 0), (0, total - num_frames)))
         whole, rest = divmod(num_frames, piece)
         num_rows = whole * _after_convolutions(piece) + _after_convolutions(rest)
-        return {"input_features": features[None], "input_features_mask": mask[None]}, num_rows
+        return {"input_features": features[None], "input_features_mask": mask}, num_rows
 
     def _log_mel(self, samples: Samples) -> Samples:
         """Return the log-mel spectrogram [M, T] with one frame for each `hop_length` samples."""
@@ -198,7 +198,7 @@ def decode_recording(data: bytes | memoryview, rate: int, max_seconds: float) ->
     Raises:
         RefusedFileError: `invalid_audio` or `media_too_large`.
     """
-    import soundfile
+    import soundfile  # pyright: ignore[reportMissingTypeStubs]
 
     if not len(data):
         raise RefusedFileError("invalid_audio", f"is empty; send a {NAMES} file")
@@ -230,7 +230,7 @@ def decode_recording(data: bytes | memoryview, rate: int, max_seconds: float) ->
 
 
 def _decoded(file: Any, rate: int, max_seconds: float) -> Waveform:
-    import soxr
+    import soxr  # pyright: ignore[reportMissingTypeStubs]
 
     resampler = soxr.ResampleStream(file.samplerate, rate, 1, dtype="float32")
     pieces: list[Samples] = []
@@ -289,7 +289,7 @@ def waveform_of(given: Any) -> Waveform | bytes:
 def _samples_and_rate(given: Any) -> tuple[Any, Any]:
     if isinstance(given, Mapping):
         fields = cast("Mapping[str, Any]", given)
-        if fields.keys() != {"array", "sampling_rate"}:
+        if set(fields) != {"array", "sampling_rate"}:
             rule = f"{FORMS}; a dict must have array and sampling_rate"
             raise RefusedFileError("invalid_value", rule)
         return fields["array"], fields["sampling_rate"]
@@ -335,7 +335,7 @@ def _mono(samples: np.ndarray[Any, Any]) -> Samples:
 
 
 def _resampled(waveform: Waveform, rate: int) -> Waveform:
-    import soxr
+    import soxr  # pyright: ignore[reportMissingTypeStubs]
 
     if waveform.rate == rate:
         return waveform
@@ -344,6 +344,13 @@ def _resampled(waveform: Waveform, rate: int) -> Waveform:
 
 def _padded(samples: Samples, length: int) -> Samples:
     return np.pad(samples, (0, length - len(samples)))
+
+
+def _mask(num_frames: int, length: int) -> NDArray[np.int64]:
+    """Return ones for the frames of the recording and zeros for those that fill its length [1, length]."""
+    mask = np.zeros((1, length), np.int64)
+    mask[:, :num_frames] = 1
+    return mask
 
 
 def _halved(length: int) -> int:

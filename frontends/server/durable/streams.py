@@ -8,7 +8,7 @@ Laws.
 """
 
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
@@ -176,7 +176,7 @@ class DurableStream:
         self.status = 0
 
     @contextmanager
-    def read(self) -> Iterator[None]:
+    def read(self) -> Generator[None]:
         """Count a reader.  Without one, the answer is given up after some time."""
         self.num_readers += 1
         self._tell_turn()

@@ -356,6 +356,7 @@ class StreamRun:
         )  # fmt: skip
         if not journal.has_room(len(record.request)):
             raise _no_journal()
+        is_written = False
         # Bounded by the journal's own time limit.
         with anyio.CancelScope(shield=True):
             stream.is_admitted = True

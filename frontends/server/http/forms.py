@@ -4,6 +4,7 @@ A form becomes the same kind of request as a JSON body: each field is checked by
 and a field that would change the answer is refused.  Values of a form are texts, so numbers and booleans are read from them.
 """
 
+from functools import partial
 from typing import Any, ClassVar, TypeVar, cast, get_args
 
 import msgspec
@@ -72,7 +73,7 @@ class FormBody:
         table: Others = getattr(kind, "OTHERS", NONE)
         known = kind.__struct_encode_fields__
         lists = {name for name in known if _is_list(kind, name)}
-        own = {
+        own: dict[str, Any] = {
             name: [value] if name in lists and not isinstance(value, list) else value
             for name, value in self.values.items()
             if name in known
@@ -93,8 +94,8 @@ class FormBody:
             "on_part_begin": self._begin,
             "on_part_data": self._add,
             "on_part_end": self._end,
-            "on_header_field": lambda data, start, end: self._header.extend(data[start:end]),
-            "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
+            "on_header_field": partial(_extend, self._header),
+            "on_header_value": partial(_extend, self._value),
             "on_header_end": self._end_header,
             "on_end": self._finish,
         }
@@ -147,3 +148,7 @@ def _is_list(kind: type[msgspec.Struct], name: str) -> bool:
 
 def _invalid(rule: str) -> HTTPError:
     return HTTPError(400, "invalid_form", f"the body {rule}")
+
+
+def _extend(target: bytearray, data: bytes, start: int, end: int) -> None:
+    target.extend(data[start:end])

@@ -72,6 +72,7 @@ async def keep_request(
             "the journal has no room or cannot be written; try again later, or without background"
         )
         raise unavailable("journal_unavailable", text)
+    is_written = False
     # Bounded by the journal's own time limit.
     with anyio.CancelScope(shield=True):
         is_written = await journal.admit(record)

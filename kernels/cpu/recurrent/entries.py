@@ -9,7 +9,7 @@ Law: a kernel stores the state behind the last settled token, and copies of it i
 that follow, nothing is stored.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -51,7 +51,7 @@ class Saves:
             self._advance()
 
     @contextmanager
-    def behind(self, token: Value) -> Iterator[Value]:
+    def behind(self, token: Value) -> Generator[Value]:
         """Write code that runs only if the state behind `token` is saved, and yield the row for it."""
         with self._code.when((token + 1).equals(self._end)):
             yield self._saves[self._place + 1]
