@@ -101,7 +101,7 @@ def check_blocks(policy: Policy) -> None:
         is_free = block in free
         require(blocks.num_references(block) == references[block], "references of block", block)
         require(is_free == (references[block] == 0), "free and held, or neither", block)
-    require(0 not in references and blocks.num_references(0) == 0, "the null block is held")
+    require(0 not in references and 0 not in free, "the null block is held or free")
     for block, who in holders.items():
         end = (who[0][1] + 1) * blocks.block_size
         require(

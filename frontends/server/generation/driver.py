@@ -6,7 +6,7 @@ application renders it as the reply, or as the last event of a started stream.
 """
 
 import time
-from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -368,17 +368,19 @@ class Driver(Generic[A]):
     async def _send_output(self, i: int, output: RequestOutput) -> None:
         updates = await self._updates(i, output)
         usage = self._counter.usage if self.parsed.shows_usage else None
-        if not self._context.has_started:
-            await self._context.start_events()
+        first: list[StreamEvent] = []
         if not self._has_begun:
             self._has_begun = True
-            await self._send_all(self.adapter.begin(output, usage))
+            first += self.adapter.begin(output, usage)
+        events: list[StreamEvent] = []
+        for update in updates:
+            events += self.adapter.render(update, usage)
+        if not self._context.has_started:
+            await self._context.start_events()
+        for event in first:
+            await self._context.send_event(event.content, event.name)
         if self.keeper is not None:
             self.keeper.note_shown(i, output)
-        for update in updates:
-            await self._send_all(self.adapter.render(update, usage))
-
-    async def _send_all(self, events: Iterable[StreamEvent]) -> None:
         for event in events:
             await self._context.send_event(event.content, event.name)
 

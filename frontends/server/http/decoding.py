@@ -108,7 +108,7 @@ def _decode_whole(body: bytes, kind: type[T]) -> Decoded:
         request = _read_typed(body, kind)
         plain = _read_plain(body)
     except msgspec.ValidationError as error:
-        raise _bad_schema(error, body, kind) from None
+        raise bad_schema(error, body, kind) from None
     except (ValueError, RecursionError) as error:  # DecodeError is a ValueError
         message = f"the body is not valid JSON: {clean(_reason(error), MAX_ECHO)}"
         raise HTTPError(400, "invalid_json", message) from None
@@ -187,7 +187,8 @@ def _reason(error: Exception) -> str:
     return "a number has too many digits"
 
 
-def _bad_schema(error: msgspec.ValidationError, body: bytes, kind: type[Any]) -> HTTPError:
+def bad_schema(error: msgspec.ValidationError, body: bytes, kind: type[Any]) -> HTTPError:
+    """Return the error of a body that does not have the fields of its type: it names the field, in vLLM's words."""
     text = str(error)
     if "out of range" in text and "Number" in text:
         return HTTPError(

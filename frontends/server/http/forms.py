@@ -9,7 +9,7 @@ from typing import Any, ClassVar, TypeVar, cast, get_args
 
 import msgspec
 
-from trouper.frontends.server.http.decoding import Decoded
+from trouper.frontends.server.http.decoding import Decoded, bad_schema
 from trouper.frontends.server.shared.errors import HTTPError, clean
 from trouper.frontends.server.shared.fields import NONE, Others, check_others
 
@@ -81,11 +81,7 @@ class FormBody:
         try:
             request = msgspec.convert(own, kind, strict=False)
         except msgspec.ValidationError as error:
-            text, _, path = str(error).partition(" - at `$.")
-            param = path.rstrip("`").partition("[")[0] or None
-            missing = text.removeprefix("Object missing required field `").rstrip("`")
-            param = missing if missing != text.rstrip("`") else param
-            raise HTTPError(400, "invalid_schema", clean(text, MAX_NAME), param=param) from None
+            raise bad_schema(error, b"{}", kind) from None
         others = {name: value for name, value in self.values.items() if name not in known}
         return Decoded(request, check_others(others, table))
 
