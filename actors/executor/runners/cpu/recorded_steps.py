@@ -207,10 +207,8 @@ class RecordedDecoderSteps:
     def _recorded(self, num_rows: int, is_drawn: bool, batch: Batch) -> _RecordedStep:
         decoder = self._decoder
         held_slots = self._slots if len(self._slots) > 1 else self._slots[0]
-        inputs = HostTokens(
-            *(from_numpy(held[:num_rows]) for held in self._inputs),
-            from_numpy(held_slots[..., :num_rows]),
-        )
+        ids_T, positions_T = (from_numpy(held[:num_rows]) for held in self._inputs)
+        inputs = HostTokens(ids_T, positions_T, from_numpy(held_slots[..., :num_rows]))
         *draws, tokens = (held[:num_rows] for held in self._draws)
         hidden_TE = None if self._hidden_TE is None else self._hidden_TE[:num_rows]
         states, entries = None, list[np.ndarray]()
