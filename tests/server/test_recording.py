@@ -35,7 +35,7 @@ async def recorded(folder, head, params, prompt="secret"):
     """Record one answer in two parts.  Returns the lines of the file."""
     recorder = RequestRecorder(folder, head, 0)
     async with trio.open_nursery() as nursery:
-        await nursery.start(run_writer, recorder)
+        await nursery.start(recorder.run_writer)
         recording = recorder.begin([prompt], params, RequestOptions())
         list(recording.listed([Numbered()]))
         recording.note(0, output([4, 5]))
@@ -46,10 +46,6 @@ async def recorded(folder, head, params, prompt="secret"):
     (file,) = folder.iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     return file.read_text().splitlines()
-
-
-async def run_writer(recorder, task_status=trio.TASK_STATUS_IGNORED):
-    await recorder.run_writer(task_status=task_status)
 
 
 @pytest.mark.trio

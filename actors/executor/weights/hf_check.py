@@ -167,7 +167,8 @@ class _Memory:
         blocks = self._block_ids[np.repeat(rows, counts), positions // size]
         arrays = token_ids, positions, blocks * size + positions % size
         decoder = self._decoder
-        windows = plan_keys_of(decoder.cache_specs)
+        # Models of the library have one table, so that each key is a window.
+        windows = [key for key in plan_keys_of(decoder.cache_specs) if not isinstance(key, tuple)]
         plans = {w: decoder.plan(self._block_ids, rows, starts, counts, w) for w in windows}
         columns = firsts, counts, rows, starts, counts, np.zeros_like(counts), NO_SAVES
         states = StepStates(*columns, mixers=self._states.mixers)

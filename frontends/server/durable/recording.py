@@ -260,8 +260,8 @@ class RequestRecorder:
                 self._news = anyio.Event()
                 await self._write_pending()
         finally:
-            await self._write_pending()
             with anyio.CancelScope(shield=True):
+                await self._write_pending()
                 await anyio.to_thread.run_sync(os.close, self._file, limiter=self._one_thread)
 
     async def _write_pending(self) -> None:

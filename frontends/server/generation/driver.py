@@ -293,7 +293,7 @@ class Driver(Generic[A]):
             return await final_outputs(service, context, self._generations(), parsed.places)
         parts = list(self.keeper.known)
 
-        async def take(i: int, output: RequestOutput) -> None:
+        async def take(i: int, output: RequestOutput) -> None:  # noqa: ASYNC124  # a consumer is async
             parts.append((i, output))
 
         await self._read_kept(self.keeper, take, anyio.lowlevel.checkpoint)

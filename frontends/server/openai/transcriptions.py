@@ -150,7 +150,7 @@ def create_transcription(
     )
 
 
-async def refuse_translation(service: Service, context: RequestContext, request: Any) -> None:
+async def refuse_translation(service: Service, context: RequestContext, request: Any) -> None:  # noqa: ASYNC124  # a handler is async
     """Refuse a translation of speech: no model here has a mode for it."""
     rule = "translations are not supported; use /v1/chat/completions with a part input_audio, and ask for the language"
     raise UnsupportedFeatureError(f"file: {rule}", parameter="file")
