@@ -21,6 +21,7 @@ llm.generate(["def f("], SamplingParams(max_tokens=100000, ignore_eos=True))
 """
 NUM_MOMENTS = 6  # 100 of them take 260 s, and pass as well
 LONGEST_S = 5.0  # start-up, and some steps
+LATE_S = 10.0  # the engine has a worker by then, also on a busy machine
 
 
 def workers_of(parent):
@@ -60,10 +61,10 @@ def test_no_worker_outlives_its_engine():
     moments = random.Random(4)
     shared = set(os.listdir("/dev/shm"))
     num_with_worker = 0
-    for _ in range(NUM_MOMENTS):
-        had, left = kill_after(moments.uniform(0.1, LONGEST_S))
+    for seconds in (*(moments.uniform(0.1, LONGEST_S) for _ in range(NUM_MOMENTS - 1)), LATE_S):
+        had, left = kill_after(seconds)
         num_with_worker += bool(had)
         assert not left
     # Some engines are killed before they have a worker, on a busy machine more of them.
-    assert num_with_worker >= NUM_MOMENTS // 4
+    assert num_with_worker >= 1
     assert set(os.listdir("/dev/shm")) <= shared

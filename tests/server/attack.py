@@ -46,7 +46,7 @@ TITLES = {
 class Attack:
     """`run()` tries everything; `tried` and `right` count by row what was tried and what was as expected.
 
-    With a `stride` of n it sends only each n-th of the bad bodies.
+    With a `stride` of n > 1 it sends only each n-th of the bad bodies, and nothing that takes seconds.
     """
 
     def __init__(self, stride=1):
@@ -69,6 +69,8 @@ class Attack:
             self.expect(case.row, case.name, lambda case=case: self._refused(case))
         for name, (row, greeting) in GREETINGS.items():
             self.expect(row, name, lambda greeting=greeting: self._closed(greeting))
+        if self.stride > 1:
+            return
         for row, name, act in (
             ("B02", "33 MiB in chunks", self._chunked),
             ("B02", "bodies without an end", self._unfinished),
