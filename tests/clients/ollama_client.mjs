@@ -33,6 +33,10 @@ assert((await client.generate({ model, prompt: "Hello", options })).response);
 assert((await client.generate({ model, prompt: "Hello", raw: true, options })).response);
 assert((await client.generate({ model, prompt: "", keep_alive: 0 })).done);
 
+// The demo model does not think, so this is Ollama's own answer to `think`.
+const unthinking = await client.chat({ model, messages, options, think: false });
+assert(unthinking.message.content && !unthinking.message.thinking);
+await assert.rejects(client.chat({ model, messages, think: true }), /does not support thinking/);
 await assert.rejects(client.chat({ model: "other", messages }), /other/);
 await assert.rejects(client.chat({ model, messages: [{ role: "user", content: "x", images: ["aGk="] }] }), /images/);
 const endless = await client.chat({ model, messages, options: { num_predict: 400 }, stream: true });
