@@ -65,7 +65,8 @@ def texts(events):
     return found
 
 
-@pytest.mark.parametrize("loop", ["asyncio", pytest.param("trio", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["asyncio", "trio"])
 def test_slow_reader_delays_nothing_and_gets_all(loop):
     with started("--loop", loop) as server:
         whole = [choice["text"] for choice in json.loads(ask(server))["choices"]]
