@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from trouper.actors.executor.models.decoder import StepStates, plan_keys_of
+from trouper.actors.executor.models.hf_attention import StepPlans
 from trouper.actors.executor.models.hf_decoder import HfDecoder
+from trouper.actors.executor.models.traits import PlanKey
 from trouper.actors.executor.steps.arrays import from_numpy
 from trouper.actors.executor.steps.kv_memory import KVCache
 from trouper.actors.executor.steps.state_memory import StatePool
@@ -168,8 +170,10 @@ class _Memory:
         arrays = token_ids, positions, blocks * size + positions % size
         decoder = self._decoder
         # Models of the library have one table, so that each key is a window.
-        windows = [key for key in plan_keys_of(decoder.cache_specs) if not isinstance(key, tuple)]
-        plans = {w: decoder.plan(self._block_ids, rows, starts, counts, w) for w in windows}
+        plans = dict[PlanKey, StepPlans]()
+        for key in plan_keys_of(decoder.cache_specs):
+            assert not isinstance(key, tuple)
+            plans[key] = decoder.plan(self._block_ids, rows, starts, counts, key)
         columns = firsts, counts, rows, starts, counts, np.zeros_like(counts), NO_SAVES
         states = StepStates(*columns, mixers=self._states.mixers)
         return decoder.forward(
