@@ -11,6 +11,7 @@ import pytest
 
 import trouper
 from trouper.config.args import AsyncEngineArgs, EngineArgs
+from trouper.config.checks import check_private_folder
 from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
@@ -147,3 +148,15 @@ def test_what_cpu_has_no_use_for_is_told(folder, caplog):
     assert caplog.messages == [
         "no effect on the CPU: cudagraph_capture_sizes, gpu_memory_utilization"
     ]
+
+
+def test_folder_that_others_may_write_to_is_refused(tmp_path):
+    """It contains prompts, so the journal, the tier and the records share this check."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    with pytest.raises(TrouperValidationError, match="other users may write") as caught:
+        check_private_folder(shared, "record")
+    assert caught.value.parameter == "record"
+    check_private_folder(tmp_path / "new" / "folder", "record")
+    assert (tmp_path / "new" / "folder").stat().st_mode & 0o777 == 0o700

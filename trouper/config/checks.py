@@ -5,6 +5,8 @@ import logging
 import math
 import operator
 import os
+import stat
+from pathlib import Path
 from typing import Any, cast
 
 from trouper.config.args import EngineArgs
@@ -112,6 +114,27 @@ def human_int(value: Any, parameter: str) -> int:
         return int(float(text[:-1]) * UNITS[text[-1]]) if text[-1:] in UNITS else int(text)
     except (OverflowError, TypeError, ValueError):
         raise invalid(parameter, "must be a number such as 4096, 8k or 1M", value) from None
+
+
+def check_private_folder(path: Path, parameter: str) -> None:
+    """Make a folder that only this user may use, or check an existing one.
+
+    Raises:
+        TrouperValidationError: it belongs to another user, others may write to it, or it cannot be made.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.stat()
+        is_usable = stat.S_ISDIR(found.st_mode) and os.access(path, os.R_OK | os.W_OK | os.X_OK)
+    except OSError as error:
+        rule = f"the folder cannot be used: {error.strerror}"
+        raise invalid(parameter, rule, str(path)) from None
+    if found.st_uid != os.geteuid():
+        raise invalid(parameter, "the folder belongs to another user", str(path))
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise invalid(parameter, "other users may write to the folder: chmod 700", str(path))
+    if not is_usable:
+        raise invalid(parameter, "the folder cannot be read and written", str(path))
 
 
 def _check_types(args: EngineArgs) -> None:

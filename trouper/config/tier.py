@@ -5,14 +5,13 @@ users may write to, or that belongs to another user, is refused.
 """
 
 import os
-import stat
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from trouper.config.args import EngineArgs
-from trouper.config.checks import human_int
+from trouper.config.checks import check_private_folder, human_int
 from trouper.config.devices import DeviceKind
 from trouper.errors import UnsupportedFeatureError, invalid
 
@@ -93,33 +92,11 @@ def _check_support(
         raise UnsupportedFeatureError(f"kv_tier_dir: {reason}", parameter="kv_tier_dir")
 
 
-def check_private_folder(path: Path, parameter: str) -> None:
-    """Make a folder that only this user may use, or check an existing one.
-
-    Raises:
-        TrouperValidationError: it belongs to another user, others may write to it, or it cannot be made.
-    """
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.stat()
-        is_usable = stat.S_ISDIR(found.st_mode) and os.access(path, os.R_OK | os.W_OK | os.X_OK)
-    except OSError as error:
-        rule = f"the folder cannot be used: {error.strerror}"
-        raise invalid(parameter, rule, str(path)) from None
-    if found.st_uid != os.geteuid():
-        raise invalid(parameter, "the folder belongs to another user", str(path))
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise invalid(parameter, "other users may write to the folder: chmod 700", str(path))
-    if not is_usable:
-        raise invalid(parameter, "the folder cannot be read and written", str(path))
-
-
 def _num_bytes(name: str, given: int | str | None, default: int) -> int:
     """Read a number of bytes, such as 20GiB, which must be positive."""
     if given is None:
         return default
-    text = given.strip().removesuffix("B").removesuffix("i") if isinstance(given, str) else given
-    if (found := human_int(text, name)) < 1:
+    if (found := human_int(given, name)) < 1:
         raise invalid(name, "must be a positive number of bytes, such as 20GiB", given)
     return found
 

@@ -2,10 +2,10 @@
 
 import fcntl
 import os
-import stat
 from pathlib import Path
 from typing import Protocol
 
+from trouper.config.checks import check_private_folder
 from trouper.errors import invalid
 
 SUFFIX = ".trj"
@@ -49,18 +49,13 @@ class FolderDisk:
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
+        check_private_folder(self._path, "journal")
         try:
-            self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = self._path.stat()
             self._folder = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
             raise invalid("journal", f"the folder cannot be used: {error.strerror}", path) from None
         self._lock = -1
         try:
-            if found.st_uid != os.geteuid():
-                raise invalid("journal", "the folder belongs to another user", path)
-            if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                raise invalid("journal", "other users may write to the folder: chmod 700", path)
             self._take_lock(path)
         except BaseException:
             self.release()

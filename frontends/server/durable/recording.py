@@ -27,6 +27,7 @@ from trouper import __version__
 from trouper.actors.messages.requests import RequestOptions
 from trouper.actors.scheduling.state.sequence import derived_seed
 from trouper.config.args import EngineArgs
+from trouper.config.checks import check_private_folder
 from trouper.config.engine_config import EngineConfig
 from trouper.config.generation import Marks
 from trouper.errors import invalid
@@ -336,8 +337,8 @@ def open_recorder(
         adapters={each.lora_name: each.lora_path for each in settings.lora_modules},
         has_content=settings.record_content,
     )
+    check_private_folder(folder, "record")
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return RequestRecorder(folder, head, config.scheduler.seed)
     except OSError as error:
         text = f"the folder cannot be written: {error.strerror}"
