@@ -111,7 +111,8 @@ def test_prefixes_survive_the_engine(copied, expected):
 
 def damage(path, number, other):
     """Damage a file, in another way for each number."""
-    data = bytearray(path.read_bytes())
+    # A file that was emptied before has one byte that these ways can change.
+    data = bytearray(path.read_bytes() or b"T")
     match number % 9:
         case 0:
             data[number * 7919 % len(data)] ^= 1 << number % 8
@@ -126,7 +127,7 @@ def damage(path, number, other):
         case 5:
             return path.unlink()
         case 6:
-            data[number % 70] ^= 255
+            data[number % min(70, len(data))] ^= 255
         case 7:
             data += bytes(10)
         case 8:
@@ -149,8 +150,9 @@ def test_files_may_vanish_and_change_while_in_use(copied, expected):
         for number in range(6):
             files = files_of(copied)
             for place, path in enumerate(files):
-                # The thread may remove a file at the same time.
-                with suppress(FileNotFoundError):
+                # The thread may remove a file at the same time, and a round
+                # before may have taken the right to read it.
+                with suppress(FileNotFoundError, PermissionError):
                     if (place + number) % 3:
                         damage(path, place + number, files[place - 1])
             assert llm.reset_prefix_cache()
