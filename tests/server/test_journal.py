@@ -8,8 +8,11 @@ import random
 from functools import wraps
 
 import pytest
+import trio
+import trio.testing
 
 from trouper.frontends.server.durable import frames, records, segments
+from trouper.frontends.server.durable.journal import Journal
 from trouper.frontends.server.durable.records import (
     Admitted,
     Gone,
@@ -406,3 +409,55 @@ def test_long_segment_is_replaced_by_what_is_kept(disk, monkeypatch):
         journal.write([Admitted(str(number), b"", bytes(500))])
         journal.write([Gone(str(number))])
         assert sum(len(file.data) for file in disk.files.values()) < 4000
+
+
+# The actor
+
+
+class CancelledStep(trio.abc.Instrument):
+    """Cancels a scope in one step of a task, so that the task's next await is interrupted."""
+
+    def __init__(self, task, scope, number):
+        self.task, self.scope, self.num_left = task, scope, number
+
+    def before_task_step(self, task):
+        if task is self.task:
+            self.num_left -= 1
+            if self.num_left < 0:
+                self.scope.cancel()
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("number", range(7))
+async def test_cancelled_writer_writes_what_it_has_taken(disk, number):
+    journal, handed = Journal(segments_on(disk), "step", retain_s=600), []
+    async with trio.open_nursery() as tasks, trio.open_nursery() as writers:
+
+        def hand_in(stream):
+            tasks.start_soon(journal.write, Admitted(stream, b"", b"{}"))
+            handed.append(stream)
+
+        async def write(task_status=trio.TASK_STATUS_IGNORED):
+            cancelled = CancelledStep(trio.lowlevel.current_task(), writers.cancel_scope, number)
+            trio.lowlevel.add_instrument(cancelled)
+            try:
+                await journal.run_writer(task_status=task_status)
+            finally:
+                trio.lowlevel.remove_instrument(cancelled)
+
+        hand_in("a")
+        await writers.start(write)
+        while not writers.cancel_scope.cancel_called:
+            hand_in(f"{len(handed)}")
+            await trio.testing.wait_all_tasks_blocked()
+    assert set(segments_on(disk).streams) >= set(handed[:-1])
+
+
+@pytest.mark.trio
+async def test_unwritten_request_is_not_admitted(disk):
+    disk.full_rate = 1.0
+    journal = Journal(Segments(disk, MODEL, lambda: bytes(16), max_bytes=10_000), "off", 600)
+    async with trio.open_nursery() as writers:
+        await writers.start(journal.run_writer)
+        assert not await journal.admit(Admitted("a", b"", b"{}"))
+        writers.cancel_scope.cancel()

@@ -168,9 +168,9 @@ class Journal:
                 await self._wait()
                 await self._write_pending()
         finally:
+            await self._write_pending()
             # Bounded: the disk that does not answer keeps a thread, and the watchdog ends the process.
             with anyio.CancelScope(shield=True):
-                await self._write_pending()
                 await anyio.to_thread.run_sync(self._segments.close, limiter=self._one_thread)
 
     def _add(self, records: Sequence[Record]) -> None:
@@ -191,9 +191,11 @@ class Journal:
     async def _write_pending(self) -> None:
         records, self._pending = self._pending, []
         written, self._written = self._written, anyio.Event()
+        act = partial(self._act, records)
         try:
-            act = partial(self._act, records)
-            await anyio.to_thread.run_sync(act, limiter=self._one_thread)
+            # The records are in no queue any more, so a cancellation before the thread begins would lose them.
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(act, limiter=self._one_thread)
         except JournalError as error:
             if not self._has_failed:
                 words = "the journal cannot be written, answers do not outlive the server: %s"
@@ -203,8 +205,7 @@ class Journal:
             if self._has_failed or self._is_behind:
                 logger.warning("the journal is written again")
             self._has_failed = self._is_behind = False
-        finally:
-            written.set()
+        written.set()
 
     def _act(self, records: Sequence[Record]) -> None:
         """Do in the thread what is due."""
