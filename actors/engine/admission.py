@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from trouper.actors.messages.requests import MAX_OPEN_REQUESTS
-from trouper.actors.rendering.media.parts import is_image
+from trouper.actors.rendering.media.parts import is_media
 from trouper.actors.replies.slot import Prefills
 from trouper.errors import MaxQueuedTokensError, QueueOverflowError, invalid
 
@@ -40,7 +40,7 @@ def estimate_tokens(prompt: Any, depth: int = DEPTH) -> int:
         keys = ("prompt_token_ids", "prompt", "text_pair", "messages", "content", "text")
         items = [given[key] for key in keys if key in given]
         # The prompt itself is no part of a message.
-        if depth < DEPTH and is_image(prompt):
+        if depth < DEPTH and is_media(prompt):
             return TOKENS_PER_IMAGE
     elif isinstance(prompt, list | tuple):
         items = list(cast("list[Any]", prompt))
@@ -68,7 +68,7 @@ def has_images(prompt: Any) -> bool:
     if isinstance(prompt, str):
         return False
     messages = _items(prompt, "messages")
-    if any(is_image(part) for message in messages for part in _items(message, "content")):
+    if any(is_media(part) for message in messages for part in _items(message, "content")):
         return True
     return _num_data_images(prompt) > 0
 

@@ -35,7 +35,7 @@ from trouper.actors.output.detokenizer import Detokenizer
 from trouper.actors.output.pooler import Pooler
 from trouper.actors.rendering.fetcher import Fetcher
 from trouper.actors.rendering.media.downloads import Downloads
-from trouper.actors.rendering.media.items import ImageItems
+from trouper.actors.rendering.media.items import MediaPreprocessor
 from trouper.actors.rendering.prompts.pooling import PoolingPrompts
 from trouper.actors.rendering.prompts.prompts import Prompts
 from trouper.actors.rendering.prompts.two_towers import TwoTowerPrompts
@@ -371,7 +371,7 @@ def _make_observer(
     inbox: MemoryObjectReceiveStream[ObserverInbox],
     statistics: Callable[[], tuple[SchedulerStats, ...]],
     note_ended: NoteEnded | None,
-    images: ImageItems | None,
+    images: MediaPreprocessor | None,
     events: RecentEvents,
 ) -> Observer | None:
     """Make the observer; None when neither statistics nor traces are wanted."""
@@ -421,20 +421,20 @@ async def _tracing(
 
 async def _load(
     config: EngineConfig, executors: Sequence[Executor], threads: Threads, tasks: TaskGroup
-) -> tuple[EngineConfig, DeviceInfo, Tokenizer | None, ImageItems | None]:
+) -> tuple[EngineConfig, DeviceInfo, Tokenizer | None, MediaPreprocessor | None]:
     """Load all devices at once; the tokenizer and the image processor are read while the weights are.
 
     Returns:
         The config in use, with the context for which all devices have room.
     """
     tokenizer: Tokenizer | None = None
-    images: ImageItems | None = None
+    images: MediaPreprocessor | None = None
 
     async def load_tokenizer(folder: str) -> None:
         nonlocal tokenizer, images
         tokenizer = await threads.run(Tokenizer.load, folder)
         if config.media is not None:
-            images = await threads.run(ImageItems, config.media, tokenizer)
+            images = await threads.run(MediaPreprocessor, config.media, tokenizer)
             await threads.run(images.warm)
 
     infos: list[DeviceInfo] = []

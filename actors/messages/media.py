@@ -58,7 +58,7 @@ class MediaItem(msgspec.Struct, frozen=True):
         return self.first + self.num_tokens
 
 
-class ProcessedImage(NamedTuple):
+class ProcessedMedia(NamedTuple):
     """The result of a processor for one image or recording.
 
     Attributes:
@@ -73,7 +73,7 @@ class ProcessedImage(NamedTuple):
 
 
 def spans_of(kind: str, items: Sequence[MediaItem], num_tokens: int) -> tuple[tuple[int, int], ...]:
-    """Return the runs of tokens that see each other in a prompt with images; see `VisionFamily.spans` for the kinds."""
+    """Return the runs of tokens that see each other in a prompt with images; see `MediaFamily.spans` for the kinds."""
     if kind == "prompt" and items:
         return ((0, num_tokens),)
     if kind != "image":

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self, TypeGuard, cast
 import msgspec
 
 from trouper.actors.rendering.media.local_files import is_local
-from trouper.actors.rendering.media.parts import take_images, url_of
+from trouper.actors.rendering.media.parts import take_media, url_of
 from trouper.actors.rendering.media.urls import is_remote
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.config.engine_config import EngineConfig
@@ -270,7 +270,7 @@ def _as_prompt(beam: BeamSearchSequence, prompt: PromptType) -> TokensPrompt:
     extras: dict[str, Any] = {name: given[name] for name in EXTRAS if name in given}
     if "messages" in given:
         # The tokens of the images are in the beam already, and their content belongs to them.
-        _, images = take_images(given["messages"])
+        _, images = take_media(given["messages"])
         if images:
             modality = images[0].modality
             extras["multi_modal_data"] = {modality: [image.data for image in images]}

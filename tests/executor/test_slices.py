@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from trouper.actors.executor.media.encoder import ImageEncoder, WholeItem
+from trouper.actors.executor.media.encoder import MediaEncoder, WholeItem
 from trouper.actors.executor.media.slices import SlicedLinear, SlicedWork, Slices, slice_layers
 from trouper.actors.messages.media import MediaItem
 
@@ -42,7 +42,7 @@ def tower():
 
 @pytest.fixture
 def encoder(tower):
-    encoder = ImageEncoder(lambda: tower, 1 << 20)
+    encoder = MediaEncoder(lambda: tower, 1 << 20)
     encoder.load()
     yield encoder
     encoder.sleep(2)
@@ -108,7 +108,7 @@ def test_sleep_ends_the_thread_of_an_item(encoder, tower):
 
 
 def test_rows_beyond_the_cache_stay_with_their_sequence(tower):
-    encoder = ImageEncoder(lambda: tower, 0)
+    encoder = MediaEncoder(lambda: tower, 0)
     encoder.load()
     item = whole(encoder)
     encoder.advance([item], inf)

@@ -9,12 +9,12 @@ import torch
 
 from tests.support.vision import FAMILIES, VisionModel, image, picture, text
 from trouper import LLM, BeamSearchParams, LLMEngine, RequestOutputKind, SamplingParams
-from trouper.actors.executor.media.encoder import ImageEncoder
-from trouper.actors.executor.media.tower import VisionTower
+from trouper.actors.executor.media.encoder import MediaEncoder
+from trouper.actors.executor.media.tower import MediaTower
 from trouper.actors.executor.steps.request_slots import Axes
 from trouper.actors.executor.weights.tower import load_tower
 from trouper.actors.messages.media import MediaItem
-from trouper.actors.rendering.media.items import ImageItems, media_digests
+from trouper.actors.rendering.media.items import MediaPreprocessor, media_digests
 from trouper.actors.rendering.media.processor import ImageProcessor
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
@@ -424,14 +424,14 @@ def test_a_reset_forgets_processed_images(llm, recorded):
 
 
 def test_a_failing_tower_ends_only_its_request(llava, monkeypatch):
-    compute = VisionTower.compute
+    compute = MediaTower.compute
 
     def failing(self, arrays):
         if float(arrays["pixel_values"].mean()) < -1:
             raise RuntimeError("a defect")
         return compute(self, arrays)
 
-    monkeypatch.setattr(VisionTower, "compute", failing)
+    monkeypatch.setattr(MediaTower, "compute", failing)
     black = {"prompt": "a<image>", "multi_modal_data": {"image": np.zeros((28, 28, 3), np.uint8)}}
     prompts = ["a text", black, {"prompt": "b<image>", "multi_modal_data": {"image": picture(1)}}]
     with opened(llava) as llm:
@@ -464,8 +464,8 @@ def test_slices_change_no_bit(oracles, kind):
 
 
 def test_streams_go_on_beside_an_image(llava, monkeypatch):
-    advance = ImageEncoder.advance
-    monkeypatch.setattr(ImageEncoder, "advance", lambda self, wholes, _: advance(self, wholes, 0))
+    advance = MediaEncoder.advance
+    monkeypatch.setattr(MediaEncoder, "advance", lambda self, wholes, _: advance(self, wholes, 0))
     messages, streamed = chat([["A ", image(62), "?"]]), params(prompt_logprobs=None, max_tokens=60)
     streamed.output_kind = RequestOutputKind.DELTA
     args = EngineArgs(model=str(llava.model.folder), **OPTIONS)
@@ -503,12 +503,14 @@ def test_the_cache_of_items_keeps_its_bound(llava):
     media = resolve(EngineArgs(model=str(llava.model.folder), media_processor="thread")).media
     import msgspec
 
-    from trouper.actors.rendering.media.parts import ImagePart
+    from trouper.actors.rendering.media.parts import MediaPart
     from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(str(llava.model.folder))
     one = 3 * 28 * 28 * 4
-    items = ImageItems(msgspec.structs.replace(media, processor_cache_bytes=2 * one), tokenizer)
+    items = MediaPreprocessor(
+        msgspec.structs.replace(media, processor_cache_bytes=2 * one), tokenizer
+    )
     for seed in (1, 2, 3, 1, 3):
-        items.place([ImagePart(picture(seed), None, "x")], (), b"", "")
+        items.place([MediaPart(picture(seed), None, "x")], (), b"", "")
     assert items.counts == (5, 1)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trouper.actors.rendering.media.parts import Base64File, FetchedFile, take_images
+from trouper.actors.rendering.media.parts import Base64File, FetchedFile, take_media
 from trouper.errors import MediaError, TrouperValidationError, UnsupportedFeatureError
 
 URL = "data:image/png;base64,QUJD"
@@ -29,7 +29,7 @@ def chat(part, role="user"):
     ],
 )
 def test_each_form_holds_the_image(part):
-    messages, (image,) = take_images(chat(part))
+    messages, (image,) = take_media(chat(part))
     assert messages[0]["content"] == [{"type": "text", "text": "a"}, {"type": "image", "index": 0}]
     assert (image.data, image.uuid, image.where) == (b"ABC", None, PLACE)
 
@@ -46,14 +46,14 @@ def test_each_form_holds_the_image(part):
     ],
 )
 def test_each_form_holds_the_recording(part):
-    messages, (recording,) = take_images(chat(part))
+    messages, (recording,) = take_media(chat(part))
     assert messages[0]["content"] == [{"type": "text", "text": "a"}, {"type": "audio", "index": 0}]
     assert (recording.data, recording.modality, recording.where) == (b"ABC", "audio", PLACE)
 
 
 def test_images_keep_their_order():
     parts = [{"image_url": "data:;base64," + word} for word in ("QQ==", "Qg==")]
-    _, images = take_images([*chat(parts[0]), *chat(parts[1], "tool")])
+    _, images = take_media([*chat(parts[0]), *chat(parts[1], "tool")])
     assert [(i.data, i.where) for i in images] == [
         (b"A", PLACE),
         (b"B", "messages[1].content[1]"),
@@ -67,18 +67,18 @@ def test_texts_are_left_alone():
         "nonsense",
         {"role": "user", "content": [{"type": ["image"]}, {"type": "unheard"}]},
     ]
-    assert take_images(messages) == (messages, [])
+    assert take_media(messages) == (messages, [])
 
 
 def test_uuid_may_replace_the_image():
-    _, (image,) = take_images(chat({"type": "image_url", "image_url": None, "uuid": "x"}))
+    _, (image,) = take_media(chat({"type": "image_url", "image_url": None, "uuid": "x"}))
     assert (image.data, image.uuid) == (None, "x")
 
 
 @pytest.mark.parametrize("role", ["assistant", None, "x"])
 def test_other_roles_have_no_images(role):
     with pytest.raises(TrouperValidationError, match=r"messages\[0\].content\[1\]: images"):
-        take_images(chat({"image_url": URL}, role))
+        take_media(chat({"image_url": URL}, role))
 
 
 @pytest.mark.parametrize(
@@ -118,14 +118,14 @@ def test_other_roles_have_no_images(role):
 )
 def test_wrong_part_names_its_field(part, place, code):
     with pytest.raises(TrouperValidationError) as caught:
-        take_images(chat(part))
+        take_media(chat(part))
     assert (caught.value.parameter, caught.value.code) == (f"{PLACE}.{place}", code)
     assert isinstance(caught.value, MediaError) == (code != "invalid_value")
 
 
 def test_wrong_base64_names_its_part():
     with pytest.raises(MediaError, match="base64") as caught:
-        take_images(chat({"type": "image", "image": Base64File("?")}))
+        take_media(chat({"type": "image", "image": Base64File("?")}))
     assert caught.value.parameter == PLACE
 
 
@@ -142,5 +142,5 @@ def test_wrong_base64_names_its_part():
 )
 def test_other_media_are_refused_by_name(part, word):
     with pytest.raises(UnsupportedFeatureError, match=word) as caught:
-        take_images(chat(part))
+        take_media(chat(part))
     assert caught.value.parameter == PLACE

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.image_payloads import saved, slow_jpeg
 from tests.support.vision import VisionModel, picture
-from trouper.actors.rendering.media.confined import ConfinedImages, ImageOrder
+from trouper.actors.rendering.media.confined import ConfinedMedia, MediaOrder
 from trouper.actors.rendering.media.files import MAX_PIXELS
 from trouper.actors.rendering.media.processor import ImageProcessor
 from trouper.config.media import MediaConfig
@@ -34,20 +34,20 @@ def config(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def images(config):
-    images = ConfinedImages(config, "<image>")
+    images = ConfinedMedia(config, "<image>")
     yield images
     images.close()
 
 
 def refusal(images, data, **kwargs):
     with pytest.raises(TrouperValidationError) as caught:
-        images.process(ImageOrder(data, WHERE, kwargs))
+        images.process(MediaOrder(data, WHERE, kwargs))
     return caught.value
 
 
 @pytest.mark.parametrize("given", [saved(IMAGE), memoryview(saved(IMAGE)), IMAGE])
 def test_process_gives_the_processors_arrays(images, config, given):
-    found, num_pixels = images.process(ImageOrder(given, WHERE, {"do_normalize": False}))
+    found, num_pixels = images.process(MediaOrder(given, WHERE, {"do_normalize": False}))
     assert num_pixels == 40 * 28
     assert found == ImageProcessor(config, "<image>").process(IMAGE, {"do_normalize": False})
     assert all(array.data.readonly for array in found.arrays)
@@ -61,7 +61,7 @@ def test_refusal_names_the_part(images):
 
 
 def test_request_limit_counts_for_pixels(images):
-    order = ImageOrder(IMAGE, WHERE, {}, limit=40 * 28 - 1)
+    order = MediaOrder(IMAGE, WHERE, {}, limit=40 * 28 - 1)
     with pytest.raises(MediaError) as caught:
         images.process(order)
     assert caught.value.code == "media_too_large"
@@ -75,7 +75,7 @@ def test_wrong_option_is_named(images, option):
 
 def test_process_has_no_torch_and_no_secrets(images, monkeypatch):
     monkeypatch.setenv("TROUPER_API_KEY", "sesame")
-    images.process(ImageOrder(IMAGE, WHERE, {}))
+    images.process(MediaOrder(IMAGE, WHERE, {}))
     (process,) = images._idle
     place = Path("/proc", str(process._process.pid))
     assert "libtorch" not in (place / "maps").read_text()
@@ -83,11 +83,11 @@ def test_process_has_no_torch_and_no_secrets(images, monkeypatch):
 
 
 def test_too_much_memory_ends_only_the_request(config):
-    images = ConfinedImages(config, "<image>")
+    images = ConfinedMedia(config, "<image>")
     bomb = {"size": {"shortest_edge": 60_000}, "do_center_crop": False}
     error = refusal(images, IMAGE, **bomb)
     assert (error.code, error.parameter) == ("media_budget", WHERE)
-    found, _ = images.process(ImageOrder(IMAGE, WHERE, {}))
+    found, _ = images.process(MediaOrder(IMAGE, WHERE, {}))
     assert found.text == "<image>" * 16
     images.close()
 
@@ -95,10 +95,10 @@ def test_too_much_memory_ends_only_the_request(config):
 @pytest.mark.slow
 def test_too_much_time_ends_only_the_request(images):
     assert refusal(images, slow_jpeg()).code == "media_budget"
-    images.process(ImageOrder(IMAGE, WHERE, {}))
+    images.process(MediaOrder(IMAGE, WHERE, {}))
 
 
 def test_folder_without_processor_is_an_error(tmp_path, config):
-    images = ConfinedImages(msgspec.structs.replace(config, folder=str(tmp_path)), "<image>")
+    images = ConfinedMedia(msgspec.structs.replace(config, folder=str(tmp_path)), "<image>")
     with pytest.raises(TrouperValidationError, match="image processor"):
         images.warm()

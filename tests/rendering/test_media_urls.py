@@ -13,7 +13,7 @@ from trouper.actors.rendering.media import downloads as module
 from trouper.actors.rendering.media.downloads import Downloads
 from trouper.actors.rendering.media.files import MAX_FILE_BYTES, RefusedFileError
 from trouper.actors.rendering.media.local_files import read_local
-from trouper.actors.rendering.media.parts import take_images
+from trouper.actors.rendering.media.parts import take_media
 from trouper.actors.rendering.media.urls import admit, checked_addresses, redirected
 from trouper.config.args import EngineArgs
 from trouper.config.media import MediaConfig
@@ -119,7 +119,7 @@ def test_file_below_the_folder_is_read(tmp_path):
     (tmp_path / "in" / "a b.png").write_bytes(b"ABC")
     url = f"file://{tmp_path}/in/a%20b.png"
     assert read_local(url, str(tmp_path)) == b"ABC"
-    _, (image,) = take_images(chat(url), str(tmp_path))
+    _, (image,) = take_media(chat(url), str(tmp_path))
     assert image.data == b"ABC"
 
 
@@ -231,7 +231,7 @@ async def hosted(wrap=lambda listener: listener, *, private=True, scheme="http",
 
 async def fetched(downloads, *urls):
     prompt = await downloads.fill({"messages": chat(*urls)})
-    _, images = take_images(prompt["messages"])
+    _, images = take_media(prompt["messages"])
     return [image.data for image in images]
 
 
@@ -258,7 +258,7 @@ async def test_recordings_of_a_host_are_fetched():
             {"audio_url": f"{url}/a.png"},
         ]
         filled = await downloads.fill({"messages": [{"role": "user", "content": parts}]})
-        _, found = take_images(filled["messages"])
+        _, found = take_media(filled["messages"])
         assert [(part.data, part.modality) for part in found] == [(b"ABC", "audio")] * 2
 
 

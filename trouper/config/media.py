@@ -37,7 +37,7 @@ EXTRAS = {IMAGE: "vision", AUDIO: "audio"}
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
-class VisionFamily(NamedTuple):
+class MediaFamily(NamedTuple):
     """How transformers computes one family of models.
 
     Attributes:
@@ -63,34 +63,32 @@ _TILED = ("pixel_values", "image_sizes")
 _PIXELS = ("pixel_values",)
 _GRIDS = ("pixel_values", "image_grid_thw")
 _MASKED = ("pixel_values", "pixel_attention_mask")
-_QWEN3 = VisionFamily("Qwen3VLProcessor", _GRIDS, has_grids=True, library="qwen3_vl")
+_QWEN3 = MediaFamily("Qwen3VLProcessor", _GRIDS, has_grids=True, library="qwen3_vl")
 # By the `model_type` of config.json.
 FAMILIES = {
-    "llava": VisionFamily("LlavaProcessor", _TILED),
-    "vipllava": VisionFamily("LlavaProcessor", ("pixel_values",), library="llava"),
-    "llava_next": VisionFamily("LlavaNextProcessor", _TILED),
-    "llava_onevision": VisionFamily("LlavaOnevisionProcessor", (*_TILED, "batch_num_images")),
-    "idefics3": VisionFamily("Idefics3Processor", _MASKED),
-    "smolvlm": VisionFamily("SmolVLMProcessor", _MASKED),
-    "internvl": VisionFamily("InternVLProcessor", ("pixel_values",)),
-    "qwen2_vl": VisionFamily("Qwen2VLProcessor", _GRIDS, has_grids=True),
-    "qwen2_5_vl": VisionFamily("Qwen2_5_VLProcessor", _GRIDS, has_grids=True),
+    "llava": MediaFamily("LlavaProcessor", _TILED),
+    "vipllava": MediaFamily("LlavaProcessor", ("pixel_values",), library="llava"),
+    "llava_next": MediaFamily("LlavaNextProcessor", _TILED),
+    "llava_onevision": MediaFamily("LlavaOnevisionProcessor", (*_TILED, "batch_num_images")),
+    "idefics3": MediaFamily("Idefics3Processor", _MASKED),
+    "smolvlm": MediaFamily("SmolVLMProcessor", _MASKED),
+    "internvl": MediaFamily("InternVLProcessor", ("pixel_values",)),
+    "qwen2_vl": MediaFamily("Qwen2VLProcessor", _GRIDS, has_grids=True),
+    "qwen2_5_vl": MediaFamily("Qwen2_5_VLProcessor", _GRIDS, has_grids=True),
     "qwen3_vl": _QWEN3,
-    "glm4v": VisionFamily("Glm4vProcessor", _GRIDS, has_grids=True),
+    "glm4v": MediaFamily("Glm4vProcessor", _GRIDS, has_grids=True),
     "qwen3_5": _QWEN3,
     "qwen3_5_moe": _QWEN3,
-    "mistral3": VisionFamily("PixtralProcessor", _TILED),
-    "gemma3": VisionFamily(
-        "Gemma3Processor", _PIXELS, spans="image", placeholder="boi_token_index"
-    ),
-    "paligemma": VisionFamily("PaliGemmaProcessor", _PIXELS, spans="prompt"),
+    "mistral3": MediaFamily("PixtralProcessor", _TILED),
+    "gemma3": MediaFamily("Gemma3Processor", _PIXELS, spans="image", placeholder="boi_token_index"),
+    "paligemma": MediaFamily("PaliGemmaProcessor", _PIXELS, spans="prompt"),
     # With two towers an image is a prompt of its own, without a text in its place.
-    "clip": VisionFamily("", _PIXELS),
-    "siglip": VisionFamily("", _PIXELS),
-    "siglip2": VisionFamily("", ("pixel_values", "pixel_attention_mask", "spatial_shapes")),
-    "qwen2_audio": VisionFamily("", ("input_features", "feature_attention_mask"), modality=AUDIO),
-    "voxtral": VisionFamily("", ("input_features",), modality=AUDIO),
-    "qwen3_asr": VisionFamily("", ("input_features", "input_features_mask"), modality=AUDIO),
+    "clip": MediaFamily("", _PIXELS),
+    "siglip": MediaFamily("", _PIXELS),
+    "siglip2": MediaFamily("", ("pixel_values", "pixel_attention_mask", "spatial_shapes")),
+    "qwen2_audio": MediaFamily("", ("input_features", "feature_attention_mask"), modality=AUDIO),
+    "voxtral": MediaFamily("", ("input_features",), modality=AUDIO),
+    "qwen3_asr": MediaFamily("", ("input_features", "input_features_mask"), modality=AUDIO),
 }
 # A LLaVA with this tower has the image processor of Pixtral.
 PIXTRAL = "pixtral"
@@ -122,7 +120,7 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_two_towers: bool = False
 
     @property
-    def family(self) -> VisionFamily:
+    def family(self) -> MediaFamily:
         """Return what distinguishes the family of the model."""
         return FAMILIES["mistral3" if self.is_pixtral else self.model_type]
 

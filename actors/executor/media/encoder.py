@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.media.slices import SlicedWork
-from trouper.actors.executor.media.tower import VisionTower
+from trouper.actors.executor.media.tower import MediaTower
 from trouper.actors.messages.media import MediaItem
 
 
-class ImageEncoder:
+class MediaEncoder:
     """The vision tower of a runner, with a cache of rows by key.
 
     Args:
@@ -27,9 +27,9 @@ class ImageEncoder:
         cache_bytes: the most bytes of cached rows.
     """
 
-    def __init__(self, load: Callable[[], VisionTower], cache_bytes: int) -> None:
+    def __init__(self, load: Callable[[], MediaTower], cache_bytes: int) -> None:
         self._load, self._cache_bytes = load, cache_bytes
-        self._tower: VisionTower | None = None
+        self._tower: MediaTower | None = None
         self._rows = OrderedDict[bytes, Tensor]()
         self._num_bytes = 0
         # The key of the item that is encoded in slices.
@@ -100,7 +100,7 @@ class ImageEncoder:
             self._keep(item.key, found)
         return found
 
-    def _loaded(self) -> VisionTower:
+    def _loaded(self) -> MediaTower:
         if self._tower is None:
             raise RuntimeError("the tower is not loaded")
         return self._tower
@@ -132,7 +132,7 @@ class ImageEncoder:
 class WholeItem:
     """An item of one sequence, and its rows from the time when they are encoded or read."""
 
-    def __init__(self, item: MediaItem, encoder: ImageEncoder) -> None:
+    def __init__(self, item: MediaItem, encoder: MediaEncoder) -> None:
         self.item = item
         # Encodes the item in slices, perhaps for several sequences.
         self.work: SlicedWork | None = None

@@ -18,7 +18,7 @@ from trouper.errors import UnsupportedFeatureError
 ADVICE = "language_model_only=True serves only its text model"
 
 
-class VisionTower:
+class MediaTower:
     """The tower and the projector of one model.
 
     Args:

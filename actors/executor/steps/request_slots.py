@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.media.encoder import ImageEncoder, ItemRows, WholeItem
+from trouper.actors.executor.media.encoder import ItemRows, MediaEncoder, WholeItem
 from trouper.actors.messages.requests import Embeds
 from trouper.actors.messages.steps import NEVER, NewSequence, Sampling, StepPlan
 
@@ -78,7 +78,7 @@ class RequestSlots:
         max_num_seqs: int,
         max_model_len: int,
         block_size: int,
-        encoder: ImageEncoder | None = None,
+        encoder: MediaEncoder | None = None,
         *,
         num_tables: int = 1,
         spans_ignore_window: bool = False,

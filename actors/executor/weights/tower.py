@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trouper.actors.executor.media.slices import SlicedLinear, Slices, slice_layers
-from trouper.actors.executor.media.tower import ADVICE, VisionTower
+from trouper.actors.executor.media.tower import ADVICE, MediaTower
 from trouper.actors.executor.models.hf_decoder import HfLinear
 from trouper.actors.executor.weights.hf_linears import Layer, exchange, observed
 from trouper.actors.executor.weights.random import RandomWeights
@@ -28,7 +28,7 @@ SMALL_VOCABULARY = 8
 TEXT_MODELS = ("language_model", "text_model")
 
 
-def load_tower(config: EngineConfig, media: MediaConfig) -> VisionTower:
+def load_tower(config: EngineConfig, media: MediaConfig) -> MediaTower:
     """Read the tower and the projector of the config's model, and try them.
 
     Raises:
@@ -47,7 +47,7 @@ def load_tower(config: EngineConfig, media: MediaConfig) -> VisionTower:
         if hasattr(model, name):
             setattr(model, name, None)
     slices = Slices()
-    tower = VisionTower(model.eval(), media, dtype, config.model.hidden_size, slices)
+    tower = MediaTower(model.eval(), media, dtype, config.model.hidden_size, slices)
     layers = [
         Layer(parent, name, module, None)
         for parent in model.modules()

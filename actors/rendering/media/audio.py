@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from trouper.actors.messages.media import ProcessedImage
+from trouper.actors.messages.media import ProcessedMedia
 from trouper.actors.rendering.media.files import MAX_FILE_BYTES, RefusedFileError
 from trouper.actors.rendering.media.processor import dense, read_object
 from trouper.config.media import MediaConfig
@@ -113,7 +113,7 @@ class AudioProcessor:
 
     def hear(
         self, given: "bytes | memoryview | Waveform", kwargs: Mapping[str, Any], max_seconds: float
-    ) -> tuple[ProcessedImage, int]:
+    ) -> tuple[ProcessedMedia, int]:
         """Decode and process a file, or samples, and return the result with its seconds, rounded up.
 
         Raises:
@@ -129,7 +129,7 @@ class AudioProcessor:
             waveform = decode_recording(given, rate, max_seconds)
         return self.process(waveform), math.ceil(waveform.seconds)
 
-    def process(self, waveform: Waveform) -> ProcessedImage:
+    def process(self, waveform: Waveform) -> ProcessedMedia:
         """Turn a recording at the model's rate into the inputs of the tower, and its text.
 
         Raises:
@@ -139,7 +139,7 @@ class AudioProcessor:
         if num_rows < 1:
             raise RefusedFileError("invalid_audio", "is too short for the model to hear anything")
         made = tuple(dense(name, values) for name, values in arrays.items())
-        return ProcessedImage(made, self._audio_token * num_rows, waveform.seconds)
+        return ProcessedMedia(made, self._audio_token * num_rows, waveform.seconds)
 
     def _of_qwen2_audio(self, samples: Samples) -> tuple[dict[str, Any], int]:
         """Fill one window; a mask shows where the recording ends in it."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 
-from trouper.actors.messages.media import MediaArray, ProcessedImage
+from trouper.actors.messages.media import MediaArray, ProcessedMedia
 from trouper.actors.rendering.confined_process import (
     LENGTH_BYTES,
     ConfinedProcess,
@@ -52,7 +52,7 @@ RESTART_S = 1.0
 ALARMING = 3
 
 
-class ImageOrder(NamedTuple):
+class MediaOrder(NamedTuple):
     """One image or recording to process.
 
     Attributes:
@@ -68,7 +68,7 @@ class ImageOrder(NamedTuple):
     limit: int = MAX_PIXELS
 
 
-class ConfinedImages:
+class ConfinedMedia:
     """Warm processes for the images of one model: as many as there are threads that process at once.
 
     The processes end with this object, or at `close`.
@@ -96,7 +96,7 @@ class ConfinedImages:
         """
         self._keep(self._started())
 
-    def process(self, order: ImageOrder) -> tuple[ProcessedImage, int]:
+    def process(self, order: MediaOrder) -> tuple[ProcessedMedia, int]:
         """Decode and process one image or recording, and return it with the number of its pixels or seconds.
 
         Threads may call it at the same time.  The arrays are in read-only memory that nothing has copied.
@@ -121,7 +121,7 @@ class ConfinedImages:
             raise _refusal(found, order.where)
         with os.fdopen(descriptor, "rb") as file:
             arrays = _mapped(file.fileno(), found.arrays)
-        return ProcessedImage(arrays, found.text, found.seconds), found.size
+        return ProcessedMedia(arrays, found.text, found.seconds), found.size
 
     def _ask(self, message: bytes) -> tuple[bytes, int | None]:
         """Give an order to a process; if a signal from outside kills the process, to another one once more."""
@@ -192,7 +192,7 @@ class ConfinedImages:
             logger.error("%d images in a row have ended their process", self._num_deaths)
 
 
-def _message(order: ImageOrder) -> bytes:
+def _message(order: MediaOrder) -> bytes:
     size: tuple[int, int] | None = None
     rate: int | None = None
     data: Any = order.image

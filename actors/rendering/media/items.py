@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import msgspec
 
-from trouper.actors.messages.media import MediaItem, ProcessedImage
+from trouper.actors.messages.media import MediaItem, ProcessedMedia
 from trouper.actors.rendering.media.audio import (
     MAX_REQUEST_SECONDS,
     AudioProcessor,
     Waveform,
     waveform_of,
 )
-from trouper.actors.rendering.media.confined import ConfinedImages, ImageOrder
+from trouper.actors.rendering.media.confined import ConfinedMedia, MediaOrder
 from trouper.actors.rendering.media.files import (
     MAX_REQUEST_PIXELS,
     RefusedFileError,
@@ -36,7 +36,7 @@ from trouper.actors.rendering.media.files import (
     decode,
     open_image,
 )
-from trouper.actors.rendering.media.parts import ImagePart, refused
+from trouper.actors.rendering.media.parts import MediaPart, refused
 from trouper.actors.rendering.media.processor import NAME, ImageProcessor, merged_kwargs
 from trouper.actors.rendering.media.worker import make_processor
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
@@ -83,14 +83,14 @@ class PlacedItem(NamedTuple):
     after: str = ""
 
 
-class ImageWork(Protocol):
+class MediaWork(Protocol):
     """Decodes and processes one image, in a thread or in another process."""
 
     def warm(self) -> None:
         """Load the image processor; `process` does it otherwise."""
         ...
 
-    def process(self, order: ImageOrder) -> tuple[ProcessedImage, int]:
+    def process(self, order: MediaOrder) -> tuple[ProcessedMedia, int]:
         """Return the processed image, and the number of its pixels.
 
         Raises:
@@ -99,7 +99,7 @@ class ImageWork(Protocol):
         ...
 
 
-class ImagesInThread:
+class MediaInThread:
     """Decodes and processes images in the calling thread."""
 
     def __init__(self, config: MediaConfig, image_token: str) -> None:
@@ -117,8 +117,8 @@ class ImagesInThread:
                 self._processor = make_processor(self._config, self._image_token)
             return self._processor
 
-    def process(self, order: ImageOrder) -> tuple[ProcessedImage, int]:
-        """Process a file, an RGB image or samples; see `ImageWork`."""
+    def process(self, order: MediaOrder) -> tuple[ProcessedMedia, int]:
+        """Process a file, an RGB image or samples; see `MediaWork`."""
         processor = self._loaded()
         if isinstance(processor, AudioProcessor):
             return processor.hear(cast("Any", order.image), order.kwargs, order.limit)
@@ -130,7 +130,7 @@ class ImagesInThread:
         return processor.process(image, order.kwargs), image.width * image.height
 
 
-class ImageItems:
+class MediaPreprocessor:
     """Makes items of a model's images.  Threads may share it.
 
     Args:
@@ -138,7 +138,7 @@ class ImageItems:
     """
 
     def __init__(
-        self, config: MediaConfig, tokenizer: Tokenizer, work: ImageWork | None = None
+        self, config: MediaConfig, tokenizer: Tokenizer, work: MediaWork | None = None
     ) -> None:
         self._config, self._tokenizer = config, tokenizer
         strings = tokenizer.vocabulary_strings([config.placeholder_id, config.row_token_id])
@@ -147,8 +147,8 @@ class ImageItems:
         special = {*strings, *(tokenizer.added_tokens.get(i, "") for i in tokenizer.special_ids)}
         self._special = re.compile("|".join(re.escape(text) for text in special if text))
         if work is None and config.in_process:
-            work = ConfinedImages(config, image_token)
-        self._work: ImageWork = work or ImagesInThread(config, image_token)
+            work = ConfinedMedia(config, image_token)
+        self._work: MediaWork = work or MediaInThread(config, image_token)
         self._fingerprint = _fingerprint(Path(config.folder))
         self._cache = ItemCache(config.processor_cache_bytes)
 
@@ -180,7 +180,7 @@ class ImageItems:
 
     @property
     def spans(self) -> str:
-        """Return which tokens see each other; see `VisionFamily`."""
+        """Return which tokens see each other; see `MediaFamily`."""
         return self._config.family.spans
 
     def warm(self) -> None:
@@ -199,7 +199,7 @@ class ImageItems:
 
     def place(
         self,
-        parts: Sequence[ImagePart],
+        parts: Sequence[MediaPart],
         kwargs: Sequence[Mapping[str, Any] | None],
         scope: bytes,
         client: str,
@@ -251,12 +251,12 @@ class ImageItems:
             rule = f"{where}: the item with this uuid is not cached; send its data, too"
             raise MediaError(rule, parameter=where, code="multimodal_cache_miss")
         self._cache.check_room()
-        processed, size = self._work.process(ImageOrder(data, where, kwargs, left))
+        processed, size = self._work.process(MediaOrder(data, where, kwargs, left))
         placed = self._placed(key, processed)
         self._cache.put(key, placed)
         return placed, size
 
-    def _placed(self, key: bytes, processed: ProcessedImage) -> PlacedItem:
+    def _placed(self, key: bytes, processed: ProcessedMedia) -> PlacedItem:
         if self._config.has_two_towers:
             item = MediaItem(key, IMAGE, processed.arrays, 1, ((0, 1),))
             return PlacedItem((self._config.row_token_id,), item)
@@ -272,7 +272,7 @@ class ImageItems:
         item = MediaItem(key, self.modality, arrays, len(ids), runs, grid=grid, seconds=seconds)
         return PlacedItem(ids, item, text[:begin], text[end:])
 
-    def _grid(self, processed: ProcessedImage) -> tuple[int, int, int]:
+    def _grid(self, processed: ProcessedMedia) -> tuple[int, int, int]:
         """Return the time, height and width of an image, in rows."""
         array = next(array for array in processed.arrays if array.name == "image_grid_thw")
         time, height, width = memoryview(array.data).cast("B").cast("q").tolist()

@@ -51,7 +51,7 @@ class FetchedFile(msgspec.Struct, frozen=True, weakref=True, eq=False):
         return f"<a file of {len(self.data)} bytes>"
 
 
-class ImagePart(NamedTuple):
+class MediaPart(NamedTuple):
     """One image or recording of a conversation, in the form in which the caller gave it.
 
     Attributes:
@@ -66,7 +66,7 @@ class ImagePart(NamedTuple):
     modality: str = IMAGE
 
 
-def take_images(messages: Sequence[Any], folder: str = "") -> tuple[list[Any], list[ImagePart]]:
+def take_media(messages: Sequence[Any], folder: str = "") -> tuple[list[Any], list[MediaPart]]:
     """Return the messages with a mark in the place of each image or recording, and these in order.
 
     Args:
@@ -77,7 +77,7 @@ def take_images(messages: Sequence[Any], folder: str = "") -> tuple[list[Any], l
         MediaError, TrouperValidationError: a part has no file that can be used; the error names its place.
         UnsupportedFeatureError: a part is a video or a document.
     """
-    found: list[ImagePart] = []
+    found: list[MediaPart] = []
     rest: list[Any] = []
     for i, message in enumerate(messages):
         fields = cast("Mapping[str, Any]", message if isinstance(message, Mapping) else {})
@@ -111,7 +111,7 @@ def kind_of(part: Any) -> str | None:
     return kind if kind in (*IMAGES, *RECORDINGS, *EMBEDS, *LATER, *FILES) else None
 
 
-def is_image(part: Any) -> bool:
+def is_media(part: Any) -> bool:
     """Return whether a part is an image, or a recording, in any form."""
     return kind_of(part) in (*IMAGES, *RECORDINGS)
 
@@ -133,7 +133,7 @@ def url_of(part: Any) -> Any:
     return cast("Mapping[str, Any]", given).get("url") if isinstance(given, Mapping) else given
 
 
-def _taken(part: Any, where: str, role: Any, found: list[ImagePart], folder: str) -> Any:
+def _taken(part: Any, where: str, role: Any, found: list[MediaPart], folder: str) -> Any:
     kind = kind_of(part)
     if kind is None:
         return part
@@ -152,7 +152,7 @@ def _taken(part: Any, where: str, role: Any, found: list[ImagePart], folder: str
     fields = cast("Mapping[str, Any]", part)
     modality = AUDIO if kind in RECORDINGS else IMAGE
     data = _data(kind, fields, where, folder)
-    found.append(ImagePart(data, _uuid(fields, where), where, modality))
+    found.append(MediaPart(data, _uuid(fields, where), where, modality))
     return {"type": modality, "index": len(found) - 1}
 
 

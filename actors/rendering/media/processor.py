@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from trouper.actors.messages.media import MediaArray, ProcessedImage
+from trouper.actors.messages.media import MediaArray, ProcessedMedia
 from trouper.config.media import FAMILIES, MediaConfig
 from trouper.errors import invalid
 
@@ -78,7 +78,7 @@ class ImageProcessor:
                     NAME, f"the image processor has no option {name[:64]!r}; it has {known}"
                 )
 
-    def process(self, image: "Image.Image", kwargs: Mapping[str, Any]) -> ProcessedImage:
+    def process(self, image: "Image.Image", kwargs: Mapping[str, Any]) -> ProcessedMedia:
         """Process one RGB image.
 
         Args:
@@ -106,7 +106,7 @@ class ImageProcessor:
         if num_bytes > MAX_ARRAY_BYTES:
             rule = f"becomes {num_bytes} bytes of arrays, and {MAX_ARRAY_BYTES} are allowed; send a smaller image"
             raise invalid("image", rule)
-        return ProcessedImage(arrays, text)
+        return ProcessedMedia(arrays, text)
 
 
 def image_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:

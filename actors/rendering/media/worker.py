@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 
-from trouper.actors.messages.media import MediaArray, ProcessedImage
+from trouper.actors.messages.media import MediaArray, ProcessedMedia
 from trouper.actors.rendering.confined_process import LENGTH_BYTES, OVER_BUDGET, framed
 from trouper.actors.rendering.media.files import (
     MAX_PIXELS,
@@ -185,7 +185,7 @@ def _refusal(error: TrouperValidationError) -> ImageAnswer:
 
 def _processed(
     fields: ImageFields, data: memoryview, processor: "ImageProcessor | AudioProcessor"
-) -> tuple[ProcessedImage, int]:
+) -> tuple[ProcessedMedia, int]:
     """Return the result for an image, with the number of its pixels, or for a recording, with its seconds."""
     import numpy as np
 

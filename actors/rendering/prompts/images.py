@@ -11,7 +11,7 @@ import msgspec
 
 from trouper.actors.messages.media import MediaItem
 from trouper.actors.rendering.media.items import PlacedItem
-from trouper.actors.rendering.media.parts import MAX_UUID_CHARS, ImagePart
+from trouper.actors.rendering.media.parts import MAX_UUID_CHARS, MediaPart
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.config.media import AUDIO, IMAGE, ITEMS
 from trouper.errors import UnsupportedFeatureError, invalid
@@ -19,7 +19,7 @@ from trouper.errors import UnsupportedFeatureError, invalid
 DATA, UUIDS = "multi_modal_data", "multi_modal_uuids"
 
 
-def images_of(prompt: Mapping[str, Any]) -> list[ImagePart]:
+def images_of(prompt: Mapping[str, Any]) -> list[MediaPart]:
     """Return the images or recordings in `multi_modal_data` of a prompt, with their `multi_modal_uuids`.
 
     Raises:
@@ -35,14 +35,14 @@ def images_of(prompt: Mapping[str, Any]) -> list[ImagePart]:
 
 def _parts(
     modality: str, data: Mapping[str, list[Any]], uuids: Mapping[str, list[Any]]
-) -> list[ImagePart]:
+) -> list[MediaPart]:
     images, names, what = data.get(modality, []), uuids.get(modality, []), ITEMS[modality]
     if names and data.get(modality) is None:
         images = [None] * len(names)
     if names and len(names) != len(images):
         rule = f"has {len(names)} of {what}, and {DATA} has {len(images)} {what}"
         raise invalid(UUIDS, rule)
-    found: list[ImagePart] = []
+    found: list[MediaPart] = []
     image: Any
     for i, image in enumerate(images):
         where, uuid = f"{DATA}.{modality}[{i}]", names[i] if names else None
@@ -56,7 +56,7 @@ def _parts(
             )
             rule = f"must be {forms} or the bytes of a file; for a URL use messages with a part {modality}_url"
             raise invalid(where, rule)
-        found.append(ImagePart(image, uuid, where, modality))
+        found.append(MediaPart(image, uuid, where, modality))
     return found
 
 

@@ -13,7 +13,7 @@ import msgspec
 from trouper.actors.messages.media import MediaItem
 from trouper.actors.messages.requests import AdmitPooling, Render
 from trouper.actors.messages.sinks import PoolingSink
-from trouper.actors.rendering.media.items import ImageItems
+from trouper.actors.rendering.media.items import MediaPreprocessor
 from trouper.actors.rendering.prompts.late_interaction import Marks, marks_of
 from trouper.actors.rendering.prompts.prompts import (
     SPARE_TOKENS,
@@ -56,7 +56,7 @@ class PoolingPrompts(Prompts):
         limits: ModelLimits,
         spec: PoolerSpec,
         chat_template: str | None = None,
-        images: ImageItems | None = None,
+        images: MediaPreprocessor | None = None,
     ) -> None:
         super().__init__(tokenizer, limits, chat_template, images)
         self._spec = spec
@@ -69,7 +69,10 @@ class PoolingPrompts(Prompts):
 
     @classmethod
     def for_engine(
-        cls, config: EngineConfig, tokenizer: Tokenizer | None, images: ImageItems | None = None
+        cls,
+        config: EngineConfig,
+        tokenizer: Tokenizer | None,
+        images: MediaPreprocessor | None = None,
     ) -> Self:
         assert config.pooler is not None
         limits = ModelLimits(

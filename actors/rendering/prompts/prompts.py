@@ -26,11 +26,11 @@ from trouper.actors.rendering.chat.confined import ConfinedTemplates, TemplateSo
 from trouper.actors.rendering.chat.messages import IMAGE_MARK
 from trouper.actors.rendering.grammar.grammars import Grammars
 from trouper.actors.rendering.media.items import (
-    ImageItems,
+    MediaPreprocessor,
     media_digests,
     prompt_digests,
 )
-from trouper.actors.rendering.media.parts import ImagePart, take_images
+from trouper.actors.rendering.media.parts import MediaPart, take_media
 from trouper.actors.rendering.media.processor import NAME as OPTIONS
 from trouper.actors.rendering.prompts.chat_embeds import encode_mixed, take_embeds, unmarked
 from trouper.actors.rendering.prompts.embeds import (
@@ -113,7 +113,7 @@ class Form(NamedTuple):
     adds_special_tokens: bool
     embeds: Sequence[Embeds] = ()
     gap: Gap | None = None  # to be filled in; the text is its prefix
-    images: Sequence[ImagePart] = ()
+    images: Sequence[MediaPart] = ()
     # The prompt's own `mm_processor_kwargs`.
     image_options: Any = None
     # What has written the placeholders.
@@ -131,7 +131,7 @@ class Prompts:
         tokenizer: Tokenizer | None,
         limits: ModelLimits,
         chat_template: str | None = None,
-        images: ImageItems | None = None,
+        images: MediaPreprocessor | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
@@ -156,7 +156,7 @@ class Prompts:
         cls,
         config: EngineConfig,
         tokenizer: Tokenizer | None,
-        images: ImageItems | None = None,
+        images: MediaPreprocessor | None = None,
     ) -> Self:
         """Create the renderer of an engine's prompts from its configuration.
 
@@ -323,7 +323,7 @@ class Prompts:
             form = Form([text or ""], None, text, salt, True)
         return form._replace(images=images, image_options=options)
 
-    def _allowed(self, images: list[ImagePart]) -> list[ImagePart]:
+    def _allowed(self, images: list[MediaPart]) -> list[MediaPart]:
         """Refuse images or recordings if the model takes none."""
         limits = self._limits
         for image in images:
@@ -404,7 +404,7 @@ class Prompts:
             return decode_embeds(cast("bytes", payload), width, max_rows)
         return from_tensor(payload, width, max_rows)
 
-    def _chat(self, prompt: Mapping[str, Any]) -> tuple[list[str], list[Embeds], list[ImagePart]]:
+    def _chat(self, prompt: Mapping[str, Any]) -> tuple[list[str], list[Embeds], list[MediaPart]]:
         tokenizer = self._needed_tokenizer("messages")
         messages: Any = prompt["messages"]
         tools: Any = prompt.get("tools")
@@ -422,7 +422,7 @@ class Prompts:
         if documents := prompt.get("documents"):
             variables["documents"] = documents
         folder = "" if self.images is None else self.images.folder
-        messages, images = take_images(cast("Sequence[Any]", messages), folder)
+        messages, images = take_media(cast("Sequence[Any]", messages), folder)
         images = self._allowed(images)
         messages, embeds = take_embeds(cast("Sequence[Any]", messages), self._decoded)
         foreign = prompt.get("foreign_chat_template")

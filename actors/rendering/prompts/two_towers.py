@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from trouper.actors.messages.requests import Render
-from trouper.actors.rendering.media.parts import ImagePart, kind_of, take_images
+from trouper.actors.rendering.media.parts import MediaPart, kind_of, take_media
 from trouper.actors.rendering.media.processor import NAME as OPTIONS
 from trouper.actors.rendering.prompts.images import images_of
 from trouper.actors.rendering.prompts.pooling import PoolingEncoded, PoolingPrompts
@@ -22,7 +22,7 @@ class _Side(NamedTuple):
     """The text or the image of a prompt."""
 
     text: str
-    images: Sequence[ImagePart]
+    images: Sequence[MediaPart]
     salt: str = ""
     options: Any = None
 
@@ -61,7 +61,7 @@ class TwoTowerPrompts(PoolingPrompts):
         if not isinstance(messages, list | tuple) or len(cast("Sequence[Any]", messages)) != 1:
             raise invalid("messages", "must have one message: this model reads no conversations")
         folder = "" if self.images is None else self.images.folder
-        (message,), images = take_images(cast("Sequence[Any]", messages), folder)
+        (message,), images = take_media(cast("Sequence[Any]", messages), folder)
         content = _field(message, "content")
         if isinstance(content, str):
             content = [content]

@@ -10,7 +10,7 @@ import binascii
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from typing import Any, Literal, cast
 
-from trouper.actors.rendering.media.parts import is_image
+from trouper.actors.rendering.media.parts import is_media
 from trouper.errors import invalid
 from trouper.frontends.server.generation.tools import tool_use
 from trouper.frontends.server.shared.settings import ServerSettings
@@ -161,9 +161,9 @@ class Transcript:
             parts = cast("list[Any]", content)
             where = f"{place}.{content_name}"
             self._result_images += [
-                (f"{where}[{i}]", part) for i, part in enumerate(parts) if is_image(part)
+                (f"{where}[{i}]", part) for i, part in enumerate(parts) if is_media(part)
             ]
-            content = [part for part in parts if not is_image(part)] or ""
+            content = [part for part in parts if not is_media(part)] or ""
         self._append(place, {"role": "tool", "tool_call_id": call_id, "content": content})
 
     def place_images(self) -> None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.device import DeviceInfo, PendingResult
-from trouper.actors.executor.media.encoder import ImageEncoder
+from trouper.actors.executor.media.encoder import MediaEncoder
 from trouper.actors.executor.media.tower import ADVICE
 from trouper.actors.executor.models.encoder import Encoder
 from trouper.actors.executor.models.encoder_traits import EncoderTraits, Head
@@ -403,7 +403,7 @@ class PoolingRunner:
 
 def _image_encoder(
     config: EngineConfig, traits: EncoderTraits | DecoderTraits
-) -> ImageEncoder | None:
+) -> MediaEncoder | None:
     """Return the encoder of the images that the config's model takes, if it takes any.
 
     Raises:
@@ -416,7 +416,7 @@ def _image_encoder(
     if media.family.has_grids and not (ropes and all(rope.sections for rope in ropes)):
         rule = f"images of {media.model_type} need mrope_section in config.json"
         raise UnsupportedFeatureError(f"{rule}; {ADVICE}", parameter="model")
-    return ImageEncoder(partial(load_tower, config, media), media.encoder_cache_bytes)
+    return MediaEncoder(partial(load_tower, config, media), media.encoder_cache_bytes)
 
 
 def _embeds(columns: Sequence[PoolEntry], rows: Mapping[bytes, Tensor]) -> list[tuple[int, Tensor]]:

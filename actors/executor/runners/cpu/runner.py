@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.device import DeviceInfo
-from trouper.actors.executor.media.encoder import ImageEncoder
+from trouper.actors.executor.media.encoder import MediaEncoder
 from trouper.actors.executor.media.tower import ADVICE
 from trouper.actors.executor.models.decoder import Decoder, plan_keys_of, windows_of
 from trouper.actors.executor.models.families.registry import PREFIX_MODELS
@@ -402,7 +402,7 @@ class CpuRunner:
         return self._sampler.sample(logits, slots, ends, rows)
 
 
-def _encoder_of(config: EngineConfig, model: NativeModel | HfModel) -> ImageEncoder | None:
+def _encoder_of(config: EngineConfig, model: NativeModel | HfModel) -> MediaEncoder | None:
     """Return the encoder of the images that the config's model takes, if it takes any.
 
     Raises:
@@ -420,4 +420,4 @@ def _encoder_of(config: EngineConfig, model: NativeModel | HfModel) -> ImageEnco
     if media.family.has_grids and (isinstance(model, HfModel) or not model.has_three_positions):
         rule = f"images of {media.model_type} need trouper's own code of the text model, and mrope_section in config.json"
         raise UnsupportedFeatureError(f"{rule}; {ADVICE}", parameter="model")
-    return ImageEncoder(partial(load_tower, config, media), media.encoder_cache_bytes)
+    return MediaEncoder(partial(load_tower, config, media), media.encoder_cache_bytes)
