@@ -6,6 +6,7 @@ launched step may finish later, on a GPU or in other threads; meanwhile the thre
 work.
 """
 
+import contextlib
 import logging
 import queue
 import threading
@@ -16,6 +17,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 import anyio
+import anyio.lowlevel
 
 from trouper.actors.executor.device import (
     DeviceEvent,
@@ -31,7 +33,7 @@ from trouper.actors.executor.workers.model_host import (
 from trouper.actors.messages.controls import DeviceAction
 from trouper.actors.messages.requests import Grammar, GrammarReady, PrepareGrammar
 from trouper.actors.messages.steps import PoolPlan, StepPlan, TierAnswer, TierOrder
-from trouper.actors.runtime.event_loop import EventLoop
+from trouper.actors.runtime.event_loop import EventLoop, Future, WakeupPipe
 from trouper.config.engine_config import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -43,22 +45,19 @@ POLL_S = 5e-5
 
 
 class DeviceTask(Generic[Result]):
-    """Work for the device thread, together with the way its result returns to the event loop.
+    """Work for the device thread, and its result.
 
-    The event loop creates and awaits a task; the device thread runs it. Work returns its result, or a
-    `PendingResult` that `finish` completes later. `note_done` is called on the event loop.
+    The event loop creates a task; the device thread runs it. Work returns its result, or a `PendingResult` that
+    `finish` completes later. Then the device thread calls `announce`, which wakes the event loop.
     """
 
     def __init__(
-        self,
-        work: Callable[[], Result | PendingResult[Result]],
-        loop: EventLoop,
-        note_done: Callable[[], None] = lambda: None,
+        self, work: Callable[[], Result | PendingResult[Result]], announce: Callable[[], None]
     ) -> None:
         self._work = work
-        self._loop = loop
-        self._note_done = note_done
-        self._done = anyio.Event()
+        self._announce = announce
+        # Set last by the device thread, so that the event loop sees the result or the error with it.
+        self.is_done = False
         self._pending: PendingResult[Result] | None = None
         self._result: Result | None = None
         self._error: BaseException | None = None
@@ -112,30 +111,15 @@ class DeviceTask(Generic[Result]):
                 self._pending = result
                 return
             self._result = result
-        try:
-            self._loop.call_soon(self._end)
-        except RuntimeError:  # the loop has ended, and with it every waiter
-            pass
+        self.is_done = True
+        self._announce()
 
-    def _end(self) -> None:
-        self._done.set()
-        self._note_done()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether `wait` would return immediately."""
-        return self._done.is_set()
-
-    async def wait(self) -> Result:
-        """Wait until the work is done, and return its result.
-
-        A cancelled wait can be repeated.
+    def result(self) -> Result:
+        """Return the result of a task that is done.
 
         Raises:
-
             BaseException: the error that the work raised.
         """
-        await self._done.wait()
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]  # set, since there is no error
@@ -159,10 +143,11 @@ class ThreadedDevice:
         self._ready: deque[GrammarReady | TierAnswer] = deque()
         self._grammars = GrammarThread(self._note_ready)
         self._held: dict[bytes, Grammar] = {}  # by key
-        self._news = anyio.Event()
+        # Tells the event loop that a step is done or `_ready` has grown.
+        self._news = WakeupPipe()
         self._loop: EventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._closing: DeviceTask[None] | None = None
+        self._closing: Future[None] | None = None
         # Used by the device thread only:
         self._host = ModelHost(config)
         self._launched: deque[DeviceTask[Any]] = deque()
@@ -191,7 +176,9 @@ class ThreadedDevice:
         return await self._post(self._load).wait()
 
     def submit(self, plan: StepPlan | PoolPlan) -> None:
-        task = self._post(lambda: self._execute(plan), self._note_news)
+        self._check_open()
+        task = DeviceTask(lambda: self._execute(plan), self._news.notify)
+        self._tasks.put(task)
         self._steps.append(task)
 
     def prepare(self, order: PrepareGrammar) -> None:
@@ -207,19 +194,8 @@ class ThreadedDevice:
 
     def _note_ready(self, ready: GrammarReady | TierAnswer) -> None:
         """Forward an answer of another thread to the event loop."""
-
-        def note() -> None:
-            self._ready.append(ready)
-            self._note_news()
-
-        assert self._loop is not None
-        try:
-            self._loop.call_soon(note)
-        except RuntimeError:  # the loop has ended, and with it every waiter
-            pass
-
-    def _note_news(self) -> None:
-        self._news.set()
+        self._ready.append(ready)
+        self._news.notify()
 
     def _execute(self, plan: StepPlan | PoolPlan) -> StepResult | PendingResult[StepResult]:
         result = self._host.execute(plan)
@@ -227,14 +203,20 @@ class ThreadedDevice:
         return cast("StepResult | PendingResult[StepResult]", result)  # a launched step, too
 
     async def receive(self) -> DeviceEvent:
-        while not (self._ready or (self._steps and self._steps[0].is_done)):
-            self._news = anyio.Event()
+        if self._has_news:
+            # Otherwise a call could neither be cancelled nor let other tasks run.
+            await anyio.lowlevel.checkpoint()
+        while not self._has_news:
             await self._news.wait()
         if self._ready:
             return self._ready.popleft()
-        result = await self._steps[0].wait()
+        result = self._steps[0].result()
         self._steps.popleft()
         return result
+
+    @property
+    def _has_news(self) -> bool:
+        return bool(self._ready or (self._steps and self._steps[0].is_done))
 
     async def call(self, action: DeviceAction) -> object:
         return await self._post(lambda: self._call(action)).wait()
@@ -253,20 +235,35 @@ class ThreadedDevice:
             await self._closing.wait()
         self._thread.join()
         self._grammars.close()
+        self._news.close()
         for key, grammar in self._held.items():
             grammar.release(key)
         self._held.clear()
 
-    def _post(
-        self,
-        work: Callable[[], Result | PendingResult[Result]],
-        note_done: Callable[[], None] = lambda: None,
-    ) -> DeviceTask[Result]:
+    def _post(self, work: Callable[[], Result]) -> Future[Result]:
+        """Queue work other than a step. Its result or error returns to the event loop in the future."""
+        loop = self._check_open()
+        future = Future[Result]()
+
+        def deliver() -> None:
+            try:
+                future.set(task.result())
+            except BaseException as error:  # noqa: ASYNC103  # it belongs to the waiter
+                future.fail(error)
+
+        def announce() -> None:
+            # After the end of the loop no task waits for the result.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon(deliver)
+
+        task = DeviceTask(work, announce)
+        self._tasks.put(task)
+        return future
+
+    def _check_open(self) -> EventLoop:
         if self._loop is None or self._closing is not None:
             raise RuntimeError("the device is closed or was never loaded")
-        task = DeviceTask(work, self._loop, note_done)
-        self._tasks.put(task)
-        return task
+        return self._loop
 
     # From here on: the device thread.
 
