@@ -6,13 +6,22 @@ To add a kernel, write a function that yields its `Case`s and add a line to `OPS
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from trouper.actors.executor.steps.tier_files import Bytes, Checksum
 from trouper.bench.kernels import recurrent
-from trouper.bench.kernels.measure import EPS, NUM_CHECKED_OUTPUTS, Case, Operation, Shapes
+from trouper.bench.kernels.measure import (
+    EPS,
+    NUM_CHECKED_OUTPUTS,
+    Case,
+    Operation,
+    Shapes,
+    WrongResultError,
+)
 from trouper.kernels.codegen import units
 from trouper.kernels.cpu.attention.varlen import (
     Group,
@@ -22,6 +31,7 @@ from trouper.kernels.cpu.attention.varlen import (
     varlen_attention_reference,
 )
 from trouper.kernels.cpu.encoder_ops import LayerNorm, layer_norm_reference
+from trouper.kernels.cpu.pack_kv import KvCodec, can_pack, unpack_reference
 from trouper.kernels.cpu.sampling.row_layout import ROW
 from trouper.kernels.cpu.sampling.sample import sample, sample_reference
 from trouper.kernels.linear import LinearConfig
@@ -370,6 +380,59 @@ def sum_by_gloo(s: Shapes) -> Iterator[Case]:
         )
 
 
+def pack_kv(s: Shapes) -> Iterator[Case]:
+    """Yield the packing of a KV block of four layers for the tier on disk.
+
+    Its shape ends with the ratio of the sizes. Other numbers than bfloat16, and short blocks, are not packed.
+    """
+    for codec, raw, payload, sizes in _packed_block(s):
+
+        def run(codec: KvCodec = codec, raw: Bytes = raw) -> Tensor:
+            return torch.from_numpy(codec.pack(raw)[0])
+
+        def reference(payload: Bytes = payload, sizes: Any = sizes, raw: Bytes = raw) -> Tensor:
+            found = unpack_reference(payload, sizes, s.block_size * s.width)
+            if not np.array_equal(found.reshape(-1), raw.view(np.uint16)):
+                raise WrongResultError("pack_kv: the payload has other values")
+            return torch.from_numpy(payload)
+
+        yield Case(
+            f"{_size_of_block(s)}, ratio {len(payload) / len(raw):.3f}", run, reference, len(raw), 0
+        )
+
+
+def unpack_kv(s: Shapes) -> Iterator[Case]:
+    """Yield the unpacking of a KV block of four layers, with the sum of its values."""
+    for codec, raw, payload, sizes in _packed_block(s):
+        room, checksum = np.empty_like(raw), Checksum()
+
+        def run(
+            args: Any = (payload, sizes, room), codec: KvCodec = codec, sums: Checksum = checksum
+        ) -> Tensor:
+            codec.unpack(*args)
+            sums.of(args[2], b"")
+            return torch.from_numpy(args[2])
+
+        reference = partial(torch.from_numpy, raw)
+        yield Case(_size_of_block(s), run, reference, len(raw), 0)
+
+
+def _size_of_block(s: Shapes) -> str:
+    return f"[4, 2, {s.num_kv}, {s.block_size}, {s.width}]"
+
+
+def _packed_block(s: Shapes) -> Iterator[tuple[KvCodec, Bytes, Bytes, Any]]:
+    """Yield at most one block with channels of different scales, as keys have, and its packed form."""
+    if s.dtype != torch.bfloat16 or not can_pack(s.block_size * s.width):
+        return
+    scales = torch.randn(4, 2, s.num_kv, 1, s.width).exp()
+    values = (torch.randn(4, 2, s.num_kv, s.block_size, s.width) * scales).to(s.dtype)
+    raw = values.view(torch.uint8).flatten().numpy()
+    codec = KvCodec([(8 * s.num_kv, s.block_size * s.width)])
+    payload, sizes = codec.pack(raw)
+    yield codec, raw, payload.copy(), sizes.copy()
+
+
 def _has_shared_sum(s: Shapes) -> bool:
     return units.row_kind(s.dtype, s.hidden) is not None
 
@@ -380,6 +443,8 @@ OPS: dict[str, Operation] = {
     "paged_attention, decode": decode_attention,
     "paged_attention, prefill": prefill_attention,
     "kv_write": kv_write,
+    "pack_kv": pack_kv,
+    "unpack_kv, with its sum": unpack_kv,
     "rope": rope,
     "qk_norm_rope_kv_write": qk_norm_rope_kv_write,
     "fused_add_rms_norm": fused_add_rms_norm,

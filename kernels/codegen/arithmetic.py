@@ -23,6 +23,7 @@ from trouper.kernels.codegen.core import F32, F32X16, I8, I16, I32, I32X16, Valu
 from trouper.kernels.codegen.features import (
     has_byte_dots,
     has_byte_pairs,
+    has_permutations,
     has_scaling,
     has_wide_byte_dots,
     has_wide_byte_pairs,
@@ -78,6 +79,27 @@ class IntegerBuilder(VectorBuilder):
             is_here = b.icmp_unsigned("==", here, ir.Constant(wide, [i] * 4 * LANES))
             found = b.select(is_here, ir.Constant(wide, [number] * 4 * LANES), found)
         return self.as_i32x16(Value(self, found))
+
+    def lookup_words(self, table: Value, index: Value) -> Value:
+        """Return table[index mod 16] for each of thirty-two 16-bit indices.
+
+        The table is a vector with sixteen entries, given twice.  Processors without an instruction for 16-bit entries
+        look up both bytes of an entry.
+        """
+        if has_permutations() or not has_byte_pairs():
+            return self.permute(table, index)
+        b = self.builder
+        entries = Value(self, b.bitcast(table.ir, _vector(I8, LANES)))
+        low, high = (
+            self.shuffle(entries, entries, [2 * (i % 16) + j for i in range(64)]) for j in (0, 1)
+        )
+        # The highest bit of an index makes its byte 0.
+        at = index & 15
+        found = [(low, at | 0x8000), (high, at << 8 | 0x80)]
+        a, c = (
+            self._by_halves(None, "llvm.x86.avx2.pshuf.b", I8, [(t, I8), (i, I8)]) for t, i in found
+        )
+        return self.as_i16x32(a) | self.as_i16x32(c)
 
     def word_dot(self, total: Value, a: Value, b: Value) -> Value:
         """Return total + the two products of signed 16-bit integers in each 32-bit lane.

@@ -15,7 +15,7 @@ import pytest
 
 from trouper import LLM, SamplingParams
 from trouper.actors.executor.steps import tier_thread
-from trouper.actors.executor.steps.tier_files import TierDisk
+from trouper.actors.executor.steps.tier_files import HEAD, PACKED, TierDisk
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
@@ -96,6 +96,21 @@ def stored(tmp_path_factory, expected):
     return folder
 
 
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """A folder with blocks in bfloat16, and the tokens of the answers."""
+    folder = tmp_path_factory.mktemp("packed")
+    folder.chmod(0o700)
+    with an_llm(folder, dtype="bfloat16") as llm:
+        found = tokens(answers(llm)[0])
+        wait_for_files(folder, 27)
+    return folder, found
+
+
+def tokens(found):
+    return [[token for token, _ in answer] for answer in found]
+
+
 @pytest.fixture
 def copied(stored, tmp_path):
     """A copy of the folder, which a test may damage."""
@@ -143,6 +158,25 @@ def test_damaged_files_cost_only_time(copied, expected, first):
     for _ in range(2):
         with an_llm(copied) as llm:
             assert answers(llm)[0] == expected
+
+
+def test_packed_files_are_smaller_and_may_be_damaged(packed, tmp_path):
+    folder, expected = tmp_path / "tier", packed[1]
+    subprocess.run(["cp", "-a", packed[0], folder], check=True)
+    files = files_of(folder)
+    heads = [HEAD.unpack_from(path.read_bytes()) for path in files]
+    assert {head[2] for head in heads} == {PACKED}
+    assert all(path.stat().st_size < 0.95 * head[4] for path, head in zip(files, heads, strict=True))
+    with an_llm(folder, dtype="bfloat16") as llm:
+        found, num_cached = answers(llm)
+        assert (tokens(found), num_cached) == (expected, 3 * 144)
+        for number in range(3):
+            files = files_of(folder)
+            for place, path in enumerate(files[number::3]):
+                with suppress(FileNotFoundError, PermissionError):
+                    damage(path, place + number, files[place - 1])
+            assert llm.reset_prefix_cache()
+            assert tokens(answers(llm)[0]) == expected
 
 
 def test_files_may_vanish_and_change_while_in_use(copied, expected):

@@ -36,8 +36,8 @@ MAGIC, VERSION = b"TRKV", 1
 # The sum of the head and of the sizes behind it.
 HEAD_SUM = struct.Struct("<I")
 HEAD_BYTES = HEAD.size + HEAD_SUM.size
-# The only code of a payload: the values as they are.
-RAW = 0
+# The codes of a payload: the values as they are, and bfloat16 in twelve bits (`kernels/cpu/pack_kv.py`).
+RAW, PACKED = 0, 12
 FILE_NAME = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{16})")
 FIRST_PARENT = "0" * 16
 # Files of all spaces: their entries take 40 MB.

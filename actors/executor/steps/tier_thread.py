@@ -23,6 +23,8 @@ import torch
 from trouper.actors.executor.steps.kv_memory import KVCache
 from trouper.actors.executor.steps.tier_files import (
     HEAD_BYTES,
+    MAX_PARTS,
+    PACKED,
     RAW,
     Bytes,
     Checksum,
@@ -34,6 +36,7 @@ from trouper.actors.executor.steps.tier_files import (
 from trouper.actors.messages.steps import TierAnswer, TierOrder
 from trouper.config.tier import TierConfig
 from trouper.errors import invalid
+from trouper.kernels.cpu.pack_kv import KvCodec, can_pack
 
 logger = logging.getLogger(__name__)
 # Seconds of writing at the full rate that may be written at once after a pause.
@@ -60,6 +63,13 @@ class Pages:
         kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
         self._groups = [group.view(kinds[group.itemsize]).numpy() for group in kv.groups]
         self._shapes = [(*g.shape[:3], block_size, g.shape[4]) for g in self._groups]
+        # Of each group: its parts, the keys or values of one head and layer, and the values of a part.
+        parts = [(int(np.prod(shape[:3])), shape[3] * shape[4]) for shape in self._shapes]
+        is_bf16 = all(group.dtype == torch.bfloat16 for group in kv.groups)
+        can_shrink = is_bf16 and all(can_pack(length) for _, length in parts)
+        is_small = 0 < sum(count for count, _ in parts) < MAX_PARTS
+        # None for other numbers and for short blocks, which are stored as they are.
+        self.codec = KvCodec(parts) if can_shrink and is_small else None
         self.num_bytes = sum(
             int(np.prod(shape)) * group.itemsize
             for shape, group in zip(self._shapes, self._groups, strict=True)
@@ -275,14 +285,14 @@ class TierThread:
         if pages is None:
             return 0
         raw = self._room(pages)
-        if name in folder and self._read(folder, name, raw):
+        if name in folder and self._read(folder, pages, name, raw):
             return 1
         with self._changed:
             if self._pages is not pages or generation != self._generation:
                 return 0
             pages.copy_out(block, raw)
-        packed = self._pack(raw, name)
         try:
+            packed = self._pack(pages, raw, name)
             folder.write(name, order.parent, packed)
         except RefusedError as error:
             self._note_refusal(str(error), error)
@@ -295,7 +305,7 @@ class TierThread:
         if pages is None:
             return False
         raw = self._room(pages)
-        if not self._read(folder, name, raw):
+        if not self._read(folder, pages, name, raw):
             return False
         with self._changed:
             if self._pages is not pages or generation != self._generation:
@@ -303,11 +313,11 @@ class TierThread:
             pages.copy_in(block, raw)
         return True
 
-    def _read(self, folder: TierFolder, name: bytes, raw: Bytes) -> bool:
+    def _read(self, folder: TierFolder, pages: Pages, name: bytes, raw: Bytes) -> bool:
         """Read a block.  Returns False, and removes the file, if it does not match."""
         try:
             packed = folder.read(name, len(raw))
-            self._unpack(packed, raw)
+            self._unpack(pages, packed, raw)
             if self._checksum.of(raw, name) != packed.checksum:
                 raise RefusedError("sum")
         except RefusedError as error:
@@ -321,13 +331,22 @@ class TierThread:
             self._raw = np.empty(pages.num_bytes, np.uint8)
         return self._raw
 
-    def _pack(self, raw: Bytes, name: bytes) -> PackedBlock:
-        return PackedBlock(RAW, np.empty(0, np.uint32), raw, len(raw), self._checksum.of(raw, name))
+    def _pack(self, pages: Pages, raw: Bytes, name: bytes) -> PackedBlock:
+        checksum = self._checksum.of(raw, name)
+        if pages.codec is not None:
+            payload, sizes = pages.codec.pack(raw)
+            if len(payload) + sizes.nbytes < len(raw):
+                return PackedBlock(PACKED, sizes, payload, len(raw), checksum)
+        return PackedBlock(RAW, np.empty(0, np.uint32), raw, len(raw), checksum)
 
-    def _unpack(self, packed: PackedBlock, raw: Bytes) -> None:
-        if packed.code != RAW or len(packed.payload) != len(raw):
+    def _unpack(self, pages: Pages, packed: PackedBlock, raw: Bytes) -> None:
+        if packed.code == PACKED and pages.codec is not None:
+            if not pages.codec.unpack(packed.payload, packed.sizes, raw):
+                raise RefusedError("size")
+        elif packed.code != RAW or len(packed.payload) != len(raw):
             raise RefusedError("version")
-        np.copyto(raw, packed.payload)
+        else:
+            np.copyto(raw, packed.payload)
 
     def _note_refusal(self, reason: str, error: Exception) -> None:
         """Count a reason, and log it at most once a minute."""

@@ -26,6 +26,7 @@ the second cache for the other tiles.
 Roofline: 1.5 O I + e (T I + T O) bytes, 2 T O I FLOPs.
 """
 
+from collections.abc import Iterator
 from typing import ClassVar, TypeVar
 
 import torch
@@ -166,13 +167,13 @@ def compress(code: KernelBuilder) -> None:
     plain, weight, pairs, failures = code.arguments(4)
     blocks = _Blocks(code, weight, pairs)
     counts = code.array("i32", 4 * 256)
-    bits, codes = (code.array("i16", I16_LANES) for _ in range(2))
+    rooms = tuple(code.array("i16", I16_LANES) for _ in range(2))
     last = _room(pairs) - 1
     for panel in code.work_items():
         rows = code.pointer(plain, "i32") + panel * LANES * pairs
-        _count(code, rows.of("i64"), pairs * LANES // 2, counts)
+        count_exponents(code, rows.of("i64"), pairs * LANES // 2, counts)
         table, exceptions, groups = blocks.parts(panel)
-        _most_frequent(code, counts, table)
+        most_frequent(code, counts, table)
         exponents = [code.i16x32(table[c]) for c in range(CODES)]
         num_found = code.var(0)
         for first in code.loop(0, pairs, LANES):
@@ -180,39 +181,79 @@ def compress(code: KernelBuilder) -> None:
             vectors = [code.as_i16x32(column) for column in columns]
             for j in range(0, LANES, VECTORS):
                 group = (groups + (first + j) // VECTORS * GROUP_WORDS).of("i16")
-                rest = [vector & ~EXPONENT for vector in vectors[j : j + VECTORS]]
-                four = code.i16x32(0)
-                for v, vector in enumerate(vectors[j : j + VECTORS]):
-                    found = code.i16x32(CODES)
-                    for c, exponent in enumerate(exponents):
-                        found = code.select((vector & EXPONENT).equals(exponent), c, found)
-                    with code.when(code.any(found.equals(CODES))):
-                        bits.store_i16x32(0, vector)
-                        codes.store_i16x32(0, found)
-                        for lane in code.loop(0, I16_LANES):
-                            with code.when(codes[lane].equals(CODES)):
-                                place = (first + j + v) * I16_LANES + lane
-                                entry = (place << 16) | (code.sign_extend(bits[lane]) & 0xFFFF)
-                                exceptions[code.minimum(num_found, last)] = entry
-                                num_found.set(num_found + 1)
-                    four = four | (found & (CODES - 1)) << 4 * v
-                group.store_i16x32(0, four)
-                for v in range(0, VECTORS, 2):
-                    both = rest[v] | code.swap_bytes(rest[v + 1])
-                    group.store_i16x32((1 + v // 2) * I16_LANES, both)
+                found = encode_group(code, vectors[j : j + VECTORS], exponents, group)
+                for lane, bits in exceptional(code, vectors[j : j + VECTORS], found, rooms):
+                    entry = ((first + j) * I16_LANES + lane << 16) | bits
+                    exceptions[code.minimum(num_found, last)] = entry
+                    num_found.set(num_found + 1)
         exceptions[code.minimum(num_found, last)] = END
         with code.when(num_found > last):
             code.fetch_add(code.pointer(failures, "i64"), 1)
 
 
-def _count(code: KernelBuilder, quadruples: Pointer, length: Value, counts: Pointer) -> None:
-    """Write counts[exponent] = 256 · frequency + exponent.
+def encode_group(
+    code: KernelBuilder, vectors: list[Value], exponents: list[Value], group: Pointer
+) -> list[Value]:
+    """Write a group of four vectors.  Returns the code of each number, or `CODES` if its exponent has none."""
+    found: list[Value] = []
+    four = code.i16x32(0)
+    for v, vector in enumerate(vectors):
+        codes = code.i16x32(CODES)
+        for c, exponent in enumerate(exponents):
+            codes = code.select((vector & EXPONENT).equals(exponent), c, codes)
+        found.append(codes)
+        four = four | (codes & (CODES - 1)) << 4 * v
+    group.store_i16x32(0, four)
+    rest = [vector & ~EXPONENT for vector in vectors]
+    for v in range(0, VECTORS, 2):
+        both = rest[v] | code.swap_bytes(rest[v + 1])
+        group.store_i16x32((1 + v // 2) * I16_LANES, both)
+    return found
+
+
+def exceptional(
+    code: KernelBuilder,
+    vectors: list[Value],
+    found: list[Value],
+    rooms: tuple[Pointer, ...],
+    limit: Value | None = None,
+) -> Iterator[tuple[Value, Value]]:
+    """Yield the place in its group and the bits of each number whose exponent has no code.
+
+    Args:
+        rooms: two arrays of 32 halfwords.
+        limit: a condition, without which the search is left out.
+    """
+    bits, codes = rooms
+    for v, (vector, here) in enumerate(zip(vectors, found, strict=True)):
+        is_any = code.any(here.equals(CODES))
+        with code.when(is_any if limit is None else is_any & limit):
+            bits.store_i16x32(0, vector)
+            codes.store_i16x32(0, here)
+            for lane in code.loop(0, I16_LANES):
+                with code.when(codes[lane].equals(CODES)):
+                    yield v * I16_LANES + lane, code.sign_extend(bits[lane]) & 0xFFFF
+
+
+def decode_group(code: KernelBuilder, table: Value, group: Pointer) -> Iterator[Value]:
+    """Yield the four vectors of a group, without its exceptions."""
+    codes = group.load_i16x32()
+    for v in range(VECTORS):
+        both = group.load_i16x32((1 + v // 2) * I16_LANES)
+        rest = code.swap_bytes(both) if v % 2 else both
+        yield (rest & ~EXPONENT) | code.lookup_words(table, codes >> 4 * v)
+
+
+def count_exponents(
+    code: KernelBuilder, quadruples: Pointer, length: Value, counts: Pointer, step: int = 1
+) -> None:
+    """Write counts[exponent] = 256 · frequency + exponent, from every `step`-th quadruple.
 
     Four counters for each exponent are faster, because consecutive updates of one counter wait for each other.
     """
     for i in range(0, 4 * 256, LANES):
         counts.store(i, code.i32x16(0))
-    for i in code.loop(0, length):
+    for i in code.loop(0, length, step):
         four = quadruples[i]
         for j in range(4):
             at = ((four >> (16 * j + 7)) & 0xFF) + 256 * j
@@ -224,7 +265,8 @@ def _count(code: KernelBuilder, quadruples: Pointer, length: Value, counts: Poin
         counts[exponent] = total
 
 
-def _most_frequent(code: KernelBuilder, counts: Pointer, table: Pointer) -> None:
+def most_frequent(code: KernelBuilder, counts: Pointer, table: Pointer) -> None:
+    """Write the sixteen most frequent exponents to the table, twice, in the bit positions of a bfloat16."""
     for c in code.loop(0, CODES):
         best = counts.load()
         for i in range(LANES, 256, LANES):
@@ -350,12 +392,7 @@ class _Panel:
         later = group + code.select(g + AHEAD < self._num_groups, 0, self._beyond)
         for line in range(0, GROUP_WORDS, LANES):
             later.prefetch(AHEAD * GROUP_WORDS + line)
-        packed = group.of("i16")
-        codes = packed.load_i16x32()
-        for v in range(VECTORS):
-            both = packed.load_i16x32((1 + v // 2) * I16_LANES)
-            rest = code.swap_bytes(both) if v % 2 else both
-            vector = (rest & ~EXPONENT) | code.permute(self._table, codes >> 4 * v)
+        for v, vector in enumerate(decode_group(code, self._table, group.of("i16"))):
             room.store_i16x32(v * I16_LANES, vector)
         for _ in code.while_(self._next, (g + 1) * (PLACES << 16)):
             room[(self._next >> 16) & (PLACES - 1)] = code.truncate(self._next, "i16")
