@@ -387,7 +387,7 @@ def pack_kv(s: Shapes) -> Iterator[Case]:
     """
     for codec, raw, payload, sizes in _packed_block(s):
 
-        def run(codec: KvCodec = codec, raw: Bytes = raw) -> Tensor:
+        def pack(codec: KvCodec = codec, raw: Bytes = raw) -> Tensor:
             return torch.from_numpy(codec.pack(raw)[0])
 
         def reference(payload: Bytes = payload, sizes: Any = sizes, raw: Bytes = raw) -> Tensor:
@@ -397,7 +397,11 @@ def pack_kv(s: Shapes) -> Iterator[Case]:
             return torch.from_numpy(payload)
 
         yield Case(
-            f"{_size_of_block(s)}, ratio {len(payload) / len(raw):.3f}", run, reference, len(raw), 0
+            f"{_size_of_block(s)}, ratio {len(payload) / len(raw):.3f}",
+            pack,
+            reference,
+            len(raw),
+            0,
         )
 
 
@@ -406,7 +410,7 @@ def unpack_kv(s: Shapes) -> Iterator[Case]:
     for codec, raw, payload, sizes in _packed_block(s):
         room, checksum = np.empty_like(raw), Checksum()
 
-        def run(
+        def unpack(
             args: Any = (payload, sizes, room), codec: KvCodec = codec, sums: Checksum = checksum
         ) -> Tensor:
             codec.unpack(*args)
@@ -414,7 +418,7 @@ def unpack_kv(s: Shapes) -> Iterator[Case]:
             return torch.from_numpy(args[2])
 
         reference = partial(torch.from_numpy, raw)
-        yield Case(_size_of_block(s), run, reference, len(raw), 0)
+        yield Case(_size_of_block(s), unpack, reference, len(raw), 0)
 
 
 def _size_of_block(s: Shapes) -> str:

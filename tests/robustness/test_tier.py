@@ -166,7 +166,9 @@ def test_packed_files_are_smaller_and_may_be_damaged(packed, tmp_path):
     files = files_of(folder)
     heads = [HEAD.unpack_from(path.read_bytes()) for path in files]
     assert {head[2] for head in heads} == {PACKED}
-    assert all(path.stat().st_size < 0.95 * head[4] for path, head in zip(files, heads, strict=True))
+    assert all(
+        path.stat().st_size < 0.95 * head[4] for path, head in zip(files, heads, strict=True)
+    )
     with an_llm(folder, dtype="bfloat16") as llm:
         found, num_cached = answers(llm)
         assert (tokens(found), num_cached) == (expected, 3 * 144)
