@@ -1,9 +1,12 @@
 """KV memory in groups of layers: how many bytes a token takes, and blocks that are copied in every group."""
 
+from types import SimpleNamespace
+
 import torch
 
 from trouper.actors.executor.models.decoder import KVCacheSpec
-from trouper.actors.executor.steps.kv_memory import KVCache
+from trouper.actors.executor.steps.kv_memory import KVCache, num_kv_blocks
+from trouper.config.scheduler_config import SchedulerConfig
 
 WIDE = KVCacheSpec(num_layers=2, num_heads=4, head_dim=8, keys=(None,))
 NARROW = KVCacheSpec(num_layers=3, num_heads=1, head_dim=16, keys=(64,))
@@ -25,3 +28,17 @@ def test_block_copies_cover_all_layers_in_order():
     cache.copy_blocks(((1, 2), (2, 3)))
     for layer in cache.layers:
         assert layer[0, 0, :, 0].tolist() == [0, 0, 1, 1, 1, 1, 1, 1]
+
+
+def test_one_sequence_of_odd_size_fits_groups():
+    """Its blocks are no multiple of the groups, and all of them are needed."""
+    scheduler = SchedulerConfig(max_model_len=340, max_num_scheduled_tokens=16, max_num_seqs=1)
+    config = SimpleNamespace(
+        block_size=32, max_model_len=340, scheduler=scheduler, media=None, num_blocks=None, device="cpu",
+        kv_cache_bytes=2**30, is_length_open=False,
+    )  # fmt: skip
+    spec = KVCacheSpec(num_layers=2, num_heads=1, head_dim=16, keys=((None, 0), (7, 1)))
+    # 11 blocks of the layers that see all tokens and 3 of the others.
+    assert num_kv_blocks(config, [spec], 4) == 14 + 1
+    config.max_model_len = 370
+    assert num_kv_blocks(config, [spec], 4) == 16 + 1

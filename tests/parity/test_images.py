@@ -141,6 +141,20 @@ def test_conversations_agree_cold_warm_and_chunked(oracles, kind):
     assert all(output.num_cached_tokens for output in warm if len(output.prompt_token_ids) > 40)
 
 
+def test_layers_give_images_back(oracles):
+    """In memory for 160 tokens in all layers, which two thirds of the layers do not keep."""
+    oracle = oracles("gemma3")
+    turns = ["What?" * 9, image(1), " and ", image(2), "?"], "A thing." * 9, ["And ", image(3), "?"]
+    messages = chat([*turns, "So." * 9, [image(4), "!"]])
+    memory = {"kv_cache_memory_bytes": 160 * 768, "num_gpu_blocks_override": None}
+    with opened(oracle, **memory, max_model_len=300, max_num_batched_tokens=24, block_size=4) as llm:  # fmt: skip
+        for wishes in ({}, {"prompt_logprobs": None}):
+            (output,) = llm.chat([messages], params(**wishes), use_tqdm=False)
+            oracle.check(output, messages)
+    assert len(output.prompt_token_ids) > 200
+    assert output.num_cached_tokens > 190
+
+
 @pytest.mark.parametrize("kind", ["llava", "idefics3", "gemma3", "paligemma"])
 def test_ids_are_those_of_the_whole_processor(oracles, kind):
     import transformers

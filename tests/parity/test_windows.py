@@ -107,6 +107,21 @@ def test_no_option_changes_the_tokens(options, tmp_path):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
+def test_draft_model_reads_the_first_table(tmp_path):
+    family, changes = GEMMA
+    kinds = ["sliding_attention", "full_attention"] * 4
+    model = tiny_model(family, {**changes, "num_hidden_layers": 8, "layer_types": kinds}, tmp_path)
+    draft = tmp_path / "draft"
+    tiny_model("Mistral", {"num_hidden_layers": 1, "max_position_embeddings": 1024}, draft)
+    drafts = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
+    prompts = [*random_prompts((300, 90), VOCAB), [5, 9, 7] * 60]
+    # All layers of both models in full take a share of 9 / 8.
+    with open_llm(tmp_path, 0.9, 8, speculative_config=drafts) as llm:
+        check(model, answers(llm, prompts, max_tokens=40))
+        check(model, answers(llm, prompts, max_tokens=60))
+
+
 class GivingBack(Driver):
     """A driver that fills each block behind a window with NaN, and the null block too."""
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from trouper.config.media import MediaConfig
 from trouper.config.scheduler_config import SchedulerConfig
 
 # Each group is one more table to send and to look up in a step.
@@ -79,14 +80,19 @@ class KVLayout(msgspec.Struct, frozen=True):
         return -(-num_tokens // self.block_size) + 1
 
 
-def short_step(scheduler: SchedulerConfig) -> int:
-    """Return the tokens that a sequence computes in one step when blocks are short."""
+def short_step(scheduler: SchedulerConfig, media: MediaConfig | None = None) -> int:
+    """Return the tokens that a sequence computes in one step when blocks are short: at least those of an image that see each other."""
     most = scheduler.max_num_scheduled_tokens
-    return min(most, SHORT_STEP) if scheduler.enable_chunked_prefill else most
+    short = SHORT_STEP if media is None else max(SHORT_STEP, media.num_image_tokens)
+    return min(most, short) if scheduler.enable_chunked_prefill else most
 
 
 def tables_of(
-    windows: Sequence[int | None], num_tokens: int, block_size: int, num_step_tokens: int
+    windows: Sequence[int | None],
+    num_tokens: int,
+    block_size: int,
+    num_step_tokens: int,
+    num_drafting: float = 0.0,
 ) -> tuple[int, ...] | None:
     """Assign a group, and so a block table, to each layer with attention.
 
@@ -95,6 +101,7 @@ def tables_of(
     Args:
         windows: of each layer; None if no sequence is longer than the window.
         num_tokens: the length of the longest sequence.
+        num_drafting: the layers of a draft model, which keeps every block of every group, in layers of this model's size.
 
     Returns:
         None if the longest sequence would not take less memory than with one table for all layers.
@@ -112,7 +119,8 @@ def tables_of(
     left = {window: iter(tables) for window, tables in members.items()}
     of_groups = tuple(window for window, tables in members.items() for _ in dict.fromkeys(tables))
     layout = KVLayout(block_size, of_groups, num_step_tokens)
-    if layout.num_blocks(num_tokens) * size >= len(windows) * -(-num_tokens // block_size):
+    apart = layout.num_blocks(num_tokens) * (size + num_drafting)
+    if apart >= (len(windows) + num_drafting) * -(-num_tokens // block_size):
         return None
     return tuple(next(left[window]) for window in windows)
 

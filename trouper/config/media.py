@@ -25,6 +25,8 @@ GIB = 2**30
 NO_IMAGES = "this model takes no images"
 IMAGE = "image"
 AUDIO = "audio"
+# What transformers assumes if a config.json of Gemma 3 lacks the number of tokens of an image.
+GEMMA_IMAGE = 256
 # What errors call several items of a modality.
 ITEMS = {IMAGE: "images", AUDIO: "recordings"}
 # Where images are decoded and processed: a thread cannot be stopped, and its memory is the engine's.
@@ -118,6 +120,8 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     sources: MediaSources = MediaSources()
     # Whether an image is a whole prompt, as one token.
     has_two_towers: bool = False
+    # The tokens of an image if they see each other, so that one step computes all of them.  0 for other families.
+    num_image_tokens: int = 0
 
     @property
     def family(self) -> MediaFamily:
@@ -180,6 +184,9 @@ def media_config(
         is_pixtral=kind == "mistral3" or vision.get("model_type") == PIXTRAL,
         sources=sources,
         has_two_towers=has_two_towers,
+        num_image_tokens=int(raw.get("mm_tokens_per_image") or GEMMA_IMAGE)
+        if FAMILIES[kind].spans == IMAGE
+        else 0,
     ), ""
 
 

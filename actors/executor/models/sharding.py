@@ -107,13 +107,19 @@ class ModelPart(msgspec.Struct, frozen=True):
 def gives_blocks_back(config: EngineConfig, traits: DecoderTraits) -> bool:
     """Whether layers with a window may have block tables of their own.
 
-    Elsewhere all layers share one table, and their sequences keep all blocks: the stages of a pipeline have different layers, a draft
-    model uses the tables of its target, a state is saved with all keys before it, and a GPU's kernels read one table.
-    The tier on disk stores blocks of all layers, and tokens of an image see each other beyond a window.
+    Elsewhere all layers share one table, and their sequences keep all blocks: the stages of a pipeline have different layers, a state is
+    saved with all keys before it, and a GPU's kernels read one table.  The tier on disk stores blocks of all layers.  If all tokens of a
+    prompt see each other, they do so beyond a window.  A draft model reads the target's first table, which must keep all blocks.
     """
-    if config.tier is not None or config.media is not None:
+    if config.tier is not None or (
+        config.media is not None and config.media.family.spans == "prompt"
+    ):
         return False
-    is_whole = config.num_stages == 1 and config.draft_model is None and config.pooler is None
+    if config.draft_model is not None and (
+        config.draft_model is config.model or all(layer.window for layer in traits.layers)
+    ):
+        return False
+    is_whole = config.num_stages == 1 and config.pooler is None
     return is_whole and config.device == "cpu" and traits.is_causal and not traits.keeps_state
 
 
@@ -124,7 +130,12 @@ def with_tables(config: EngineConfig, traits: DecoderTraits) -> DecoderTraits:
         None if layer.window is None or layer.window >= longest else layer.window
         for layer in traits.layers
     ]
-    tables = tables_of(windows, longest, config.block_size, short_step(config.scheduler))
+    step = short_step(config.scheduler, config.media)
+    num_drafting = 0.0
+    if config.draft_model is not None:
+        drafting = decoder_traits(config.draft_model.hf_config, config.draft_model.architecture)
+        num_drafting = len(drafting.layers) * drafting.kv_size / traits.kv_size
+    tables = tables_of(windows, longest, config.block_size, step, num_drafting)
     if tables is None:
         return traits
     layers = tuple(

@@ -76,7 +76,8 @@ def kv_layout(
         item_bytes: bytes of one element in the cache.
     """
     size = sum(spec.token_size for spec in specs) * config.block_size * item_bytes
-    return KVLayout(config.block_size, windows_of(specs), short_step(config.scheduler), size)
+    step = short_step(config.scheduler, config.media)
+    return KVLayout(config.block_size, windows_of(specs), step, size)
 
 
 def num_kv_blocks(
@@ -109,7 +110,7 @@ def num_kv_blocks(
             useful = max(useful, MAX_PREFIX_BLOCKS)
         else:
             useful = min(useful, max(MAX_PREFIX_BLOCKS, of_longest))
-        usable = useful
+        usable = useful = -(-useful // num_groups) * num_groups
         # The blocks of a model whose layers keep no keys take no memory.
         if num_bytes:
             usable = min(max(0, config.kv_cache_bytes - other_bytes) // num_bytes, useful)

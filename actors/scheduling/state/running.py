@@ -129,7 +129,7 @@ class Running:
             # The junction of this start counts, not that of an earlier one.
             sequence.marks.junction = prefix.junction
         if self.windows is not None:
-            count = self._shortened(shared, start, count, blocks.num_idle(shared))
+            count = self._shortened(sequence, builder, shared, start, count)
         if not self._can_start(sequence, shared, start + count):
             # If only the tier holds blocks, the sequence fits without them.
             return self._has_cancelled_tier() and self.start(sequence, builder)
@@ -184,7 +184,8 @@ class Running:
                 builder.wait(sequence, count)
                 continue
             if self.windows is not None:
-                count = self._shortened(sequence.blocks, sequence.num_computed, count)
+                start = sequence.num_computed
+                count = self._shortened(sequence, builder, sequence.blocks, start, count)
             end = sequence.num_computed + count
             if builder.unknown and (unknown := builder.unknown.get(sequence.id)):
                 # As far as its drafts may take it, and at no other's expense; else it waits for the answer.
@@ -246,16 +247,18 @@ class Running:
     def _has_cancelled_tier(self) -> bool:
         return not self._sequences and self._tier is not None and self._tier.cancel()
 
-    def _shortened(self, table: list[int], start: int, count: int, num_idle: int = 0) -> int:
-        """Return how many of `count` tokens to compute: fewer if blocks are short, as the layout expects.
-
-        Args:
-            num_idle: the blocks of the table that are still free.
-        """
-        blocks = self._blocks
-        if blocks.num_for(start + count) - len(table) + num_idle <= blocks.num_free:
+    def _shortened(
+        self, sequence: Sequence, builder: StepBuilder, table: list[int], start: int, count: int
+    ) -> int:
+        """Return how many of `count` tokens to compute: fewer if blocks are short, as the layout expects."""
+        blocks, most = self._blocks, self._blocks.layout.num_step_tokens
+        if count <= most:
             return count
-        return min(count, blocks.layout.num_step_tokens)
+        missing = blocks.num_for(start + count) - len(table) + blocks.num_idle(table)
+        if missing <= blocks.num_free:
+            return count
+        # The layout expects that this many tokens contain an image.
+        return builder.cut(sequence, start, most) or count
 
     def _can_start(self, sequence: Sequence, shared: list[int], end: int) -> bool:
         """Whether the free blocks suffice for a sequence that begins with shared ones and whose first step ends at position `end`."""

@@ -1,6 +1,7 @@
 """A small draft model for speculative decoding: the same vocabulary and noise as the target model, with its own KV cache.
 
-Its cache uses the target model's block tables, so a cached prefix of one is a cached prefix of the other.
+Its cache uses the target model's block tables, so a cached prefix of one is a cached prefix of the other.  If layers of the target have
+tables of their own, it is the first, which keeps all blocks.
 
 Laws:
   * The draft model has computed the positions before `_known` of a slot. Positions of rejected drafts are computed again.
@@ -205,6 +206,9 @@ class DraftModel:
             num_sampled_tokens=tuple(map(int, are_sampled)),
         )
         batch = make_batch(part, self._slots, plan_keys_of(self._model.cache_specs), decoder.plan)
+        if len(self._slots.tables) > 1:
+            ids, positions, kv_slots = batch.inputs
+            batch = msgspec.structs.replace(batch, inputs=(ids, positions, kv_slots[0]))
         output = steps.forward(batch)
         _, tokens, drawn_slots, ends = batch.samples
         if not len(tokens):
