@@ -5,13 +5,16 @@ at the end the process is killed or the power fails.  One seed plays one schedul
 """
 
 import random
+import threading
 from functools import wraps
 
 import pytest
 import trio
+import trio.lowlevel
 import trio.testing
 
 from trouper.frontends.server.durable import frames, records, segments
+from trouper.frontends.server.durable import journal as journal_module
 from trouper.frontends.server.durable.journal import Journal
 from trouper.frontends.server.durable.records import (
     Admitted,
@@ -461,3 +464,89 @@ async def test_unwritten_request_is_not_admitted(disk):
         await writers.start(journal.run_writer)
         assert not await journal.admit(Admitted("a", b"", b"{}"))
         writers.cancel_scope.cancel()
+
+
+@pytest.fixture
+def stalled(disk, monkeypatch):
+    """The disk, and a function that lets a call of it go on."""
+    monkeypatch.setattr(journal_module, "STALL_S", 0.01)
+    turns, right = threading.Semaphore(0), disk.write
+
+    def write(file, data):
+        assert turns.acquire(timeout=10)
+        return right(file, data)
+
+    journal = Journal(segments_on(disk), "group", retain_s=600)
+    monkeypatch.setattr(disk, "write", write)
+    return journal, turns.release
+
+
+@pytest.mark.trio
+async def test_stalled_disk_delays_no_token(stalled):
+    journal, go_on = stalled
+    admitted = []
+
+    async def admit():
+        admitted.append(await journal.admit(Admitted("b", b"", b"{}")))
+
+    async with trio.open_nursery() as tasks, trio.open_nursery() as writers:
+        await writers.start(journal.run_writer)
+        await journal.write(Admitted("a", b"", b"{}"))
+        assert not journal.is_working
+        # Behind a write that takes long, too, but a request waits until it is kept.
+        tasks.start_soon(admit)
+        await journal.write(Tokens("a", 0, [1], prompt_token_ids=[1]))
+        assert not admitted
+        go_on(10)
+        while not admitted:
+            await trio.lowlevel.checkpoint()
+        assert admitted == [True]
+        assert journal.is_working
+        writers.cancel_scope.cancel()
+
+
+@pytest.mark.trio
+async def test_tokens_wait_again_after_a_stall(stalled, disk):
+    journal, go_on = stalled
+    async with trio.open_nursery() as writers:
+        await writers.start(journal.run_writer)
+        await journal.write(Admitted("a", b"", b"{}"))
+        go_on(10)
+        while not journal.is_working:
+            await trio.lowlevel.checkpoint()
+        await journal.write(Tokens("a", 0, [1], prompt_token_ids=[1]))
+        found = records.recover(map(frames.scan, (file.data for file in disk.files.values())))
+        assert found["a"].num_tokens == 1
+        writers.cancel_scope.cancel()
+
+
+@pytest.mark.trio
+async def test_writes_go_on_while_the_disk_syncs(disk, monkeypatch):
+    monkeypatch.setattr(journal_module, "GROUP_S", 0.0)
+    journal, syncs, right = Journal(segments_on(disk), "group", 600), threading.Event(), disk.sync
+    begun = threading.Event()
+
+    def sync(file):
+        begun.set()
+        assert syncs.wait(10)
+        raise OSError("input or output error")
+
+    monkeypatch.setattr(disk, "sync", sync)
+    async with trio.open_nursery() as writers:
+        await writers.start(journal.run_writer)
+        await journal.write(Admitted("a", b"", b"{}"))
+        while not begun.is_set():
+            await trio.lowlevel.checkpoint()
+        await journal.write(Admitted("b", b"", b"{}"))
+        assert journal.is_working
+        monkeypatch.setattr(disk, "sync", right)
+        syncs.set()
+        while not journal.errors:
+            await trio.lowlevel.checkpoint()
+        # What a failed sync may have lost is in a new file.
+        await journal.write(Admitted("c", b"", b"{}"))
+        writers.cancel_scope.cancel()
+    assert len(disk.files) == 1
+    assert min(disk.files) > "000000000001"
+    assert not disk.open
+    assert set(segments_on(disk).streams) == set("abc")

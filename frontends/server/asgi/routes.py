@@ -14,7 +14,7 @@ from trouper.frontends.server.anthropic.messages import (
     count_tokens,
     create_message,
 )
-from trouper.frontends.server.generation.durable import (
+from trouper.frontends.server.generation.stream_readers import (
     STREAMS,
     delete_stream,
     get_stream,

@@ -1,7 +1,7 @@
 """The journal of a server: what handlers write, and when they may go on.
 
 One task writes, in a thread, all new records together.  So the requests of one step share a write, and the event loop never waits for the
-disk.
+disk.  Under the policy `group` another thread waits for the disk, so that the writes between need not.
 """
 
 import logging
@@ -38,6 +38,22 @@ RETRY_S = 10.0
 EXPIRY_S = 5.0
 
 
+class Batch:
+    """Records that are written together.
+
+    Attributes:
+        written: set when they are written, or when this has failed.
+        released: set then, too, or earlier if the disk stalls.
+        since: seconds of the monotonic clock at which the first record came.
+    """
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.written, self.released = anyio.Event(), anyio.Event()
+        self.is_written = False
+        self.since = 0.0
+
+
 class Journal:
     """Writes records in the order in which they are handed in.
 
@@ -63,15 +79,20 @@ class Journal:
         self.grace_s, self.keeps_all = grace_s, keeps_all
         self.streams = DurableStreams(max_event_bytes, retain_s)
         # One for each open durable request, because each waits for its record.  While the disk stalls, at most all their tokens.
-        self._pending: list[Record] = []
-        self._news, self._written = anyio.Event(), anyio.Event()
-        self._one_thread = anyio.CapacityLimiter(1)
+        self._pending = Batch()
+        self._news = anyio.Event()
+        self._one_thread, self._sync_thread = anyio.CapacityLimiter(1), anyio.CapacityLimiter(1)
         self._synced_s = self._expired_s = 0.0
         # Whether a loss of power would take written bytes.
         self._is_unsynced = False
-        # Whether the last write succeeded, and whether one takes too long at present.
+        # The file that another thread is to sync, until the writer has taken the outcome.
+        self._to_sync: int | None = None
+        self._sync_news = anyio.Event()
+        self._is_syncing = False
+        self._outcome: tuple[int, OSError | None] | None = None
+        # Whether the last write failed, and whether one takes too long at present.
         self._has_failed = self._is_behind = False
-        self._failed_s = self._waits_since = 0.0
+        self._failed_s = 0.0
         # The streams of earlier processes, until they are taken.
         self.recovered: dict[str, StreamRecord] = dict(segments.streams)
 
@@ -113,7 +134,8 @@ class Journal:
 
     def behind_s(self) -> float:
         """Return for how long the oldest record has waited for the disk."""
-        return time.monotonic() - self._waits_since if self._pending else 0.0
+        batch = self._pending
+        return time.monotonic() - batch.since if batch.records else 0.0
 
     def has_room(self, num_bytes: int) -> bool:
         """Return whether a stream of this size may be added."""
@@ -129,26 +151,19 @@ class Journal:
 
         It returns when they are written, or after a quarter of a second: a stalled disk delays durability, not tokens.
         """
-        self._add(records)
-        written = self._written
-        if self._is_behind:
-            return
-        with anyio.move_on_after(STALL_S) as late:
-            await written.wait()
-        if late.cancelled_caught and not self._is_behind:
-            self._is_behind = True
-            logger.warning("the journal is behind: the disk takes more than %g s", STALL_S)
+        batch = self._add(records)
+        if not self._is_behind:
+            await batch.released.wait()
 
     async def admit(self, record: Admitted) -> bool:
         """Write a request before its client gets an answer.
 
         Unlike tokens it cannot be made again, so a slow disk delays it.  Returns whether it was written in time.
         """
-        self._add((record,))
-        written = self._written
+        batch = self._add((record,))
         with anyio.move_on_after(ADMIT_S):
-            await written.wait()
-        return written.is_set() and not self._has_failed
+            await batch.written.wait()
+        return batch.is_written
 
     async def note_end(self, id: str, failure: bytes = b"") -> None:
         """Write that a stream has ended, with its tokens or as given.  The time for which it is kept begins."""
@@ -162,64 +177,118 @@ class Journal:
         self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
     ) -> None:
         """Write until this is cancelled.  What was handed in until then is still written."""
-        task_status.started()
         try:
-            while True:
-                await self._wait()
-                await self._write_pending()
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._sync_files, name="sync of the journal")
+                task_status.started()
+                while True:
+                    await self._wait()
+                    await self._write_pending()
         finally:
-            await self._write_pending()
             # Bounded: the disk that does not answer keeps a thread, and the watchdog ends the process.
             with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(self._segments.close, limiter=self._one_thread)
+                await self._write_pending()
+                await anyio.to_thread.run_sync(self._close, limiter=self._one_thread)
+            # Nobody writes what comes now, so nobody may wait for it.
+            self._is_behind = True
+            self._pending.released.set()
 
-    def _add(self, records: Sequence[Record]) -> None:
-        if not self._pending:
-            self._waits_since = time.monotonic()
-        self._pending += records
+    def _add(self, records: Sequence[Record]) -> Batch:
+        batch = self._pending
+        if not batch.records:
+            batch.since = time.monotonic()
+        batch.records += records
         self._news.set()
+        return batch
 
     async def _wait(self) -> None:
         """Wait for records, or until something else is due."""
         seconds = RETRY_S if self._has_failed else EXPIRY_S
-        if self._is_unsynced:
+        if self._is_unsynced and self._to_sync is None:
             seconds = GROUP_S
         with anyio.move_on_after(seconds):
             await self._news.wait()
         self._news = anyio.Event()
 
     async def _write_pending(self) -> None:
-        records, self._pending = self._pending, []
-        written, self._written = self._written, anyio.Event()
-        act = partial(self._act, records)
-        try:
+        batch, self._pending = self._pending, Batch()
+        outcome, self._outcome = self._outcome, None
+        batch.since = batch.since or time.monotonic()
+        act = partial(self._act, batch.records, outcome)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._release_late, batch, name="stall of the journal")
             # The records are in no queue any more, so a cancellation before the thread begins would lose them.
             with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(act, limiter=self._one_thread)
-        except JournalError as error:
-            if not self._has_failed:
-                words = "the journal cannot be written, answers do not outlive the server: %s"
-                logger.warning(words, error)
-            self._has_failed = True
-        else:
-            if self._has_failed or self._is_behind:
-                logger.warning("the journal is written again")
-            self._has_failed = self._is_behind = False
-        written.set()
+                error = await anyio.to_thread.run_sync(act, limiter=self._one_thread)
+                self._note_written(batch, error)
+            tasks.cancel_scope.cancel()
 
-    def _act(self, records: Sequence[Record]) -> None:
-        """Do in the thread what is due."""
+    async def _release_late(self, batch: Batch) -> None:
+        """Let the tokens of a batch go on if the disk takes too long, and those that wait behind it."""
+        await anyio.sleep(max(0.0, batch.since + STALL_S - time.monotonic()))
+        if batch.records:
+            self._is_behind = True
+            logger.warning("the journal is behind: the disk takes more than %g s", STALL_S)
+            batch.released.set()
+            self._pending.released.set()
+
+    def _note_written(self, batch: Batch, error: JournalError | None) -> None:
+        batch.is_written = error is None
+        if error is not None and not self._has_failed:
+            words = "the journal cannot be written, answers do not outlive the server: %s"
+            logger.warning(words, error)
+        if error is None and (self._has_failed or self._is_behind):
+            logger.warning("the journal is written again")
+        if self._is_behind:
+            # Later records of the next batch wait for it again.
+            self._is_behind, self._pending.released = False, anyio.Event()
+        self._has_failed = error is not None
+        batch.written.set()
+        batch.released.set()
+        if self._to_sync is not None and not self._is_syncing:
+            self._is_syncing = True
+            self._sync_news.set()
+
+    def _act(
+        self, records: Sequence[Record], outcome: tuple[int, OSError | None] | None
+    ) -> JournalError | None:
+        """Do in the thread what is due.  Returns why the records were not written."""
         now = time.monotonic()
         gone: list[Record] = []
         if now - self._expired_s > EXPIRY_S:
             self._expired_s = now
             gone += [Gone(id) for id in self._segments.ended_before(time.time() - self._retain_s)]
-        if self._has_failed and now - self._failed_s < RETRY_S:
-            self._segments.note([*records, *gone])
-            raise JournalError("it is tried again later")
-        self._failed_s = now
-        self._segments.write([*records, *gone])
+        try:
+            if outcome is not None:
+                self._to_sync, self._is_syncing = None, False
+                self._segments.end_sync(*outcome)
+            if self._has_failed and now - self._failed_s < RETRY_S:
+                self._segments.note([*records, *gone])
+                return JournalError("it is tried again later")
+            self._failed_s = now
+            self._segments.write([*records, *gone])
+        except JournalError as error:
+            return error
         self._is_unsynced |= bool(records) and self._policy == "group"
-        if self._is_unsynced and now - self._synced_s >= GROUP_S:
+        if self._is_unsynced and self._to_sync is None and now - self._synced_s >= GROUP_S:
             self._synced_s, self._is_unsynced = now, False
-            self._segments.sync()
+            self._to_sync = self._segments.begin_sync()
+        return None
+
+    async def _sync_files(self) -> None:
+        """Wait for the disk, one file after the other, while the writer goes on."""
+        while True:
+            await self._sync_news.wait()
+            self._sync_news, file = anyio.Event(), self._to_sync
+            assert file is not None
+            error: OSError | None = None
+            try:
+                act = partial(self._segments.sync, file)
+                await anyio.to_thread.run_sync(act, limiter=self._sync_thread)
+            except OSError as raised:
+                error = raised
+            self._outcome = file, error
+            self._news.set()
+
+    def _close(self) -> None:
+        self._segments.close(syncs=self._policy == "group")

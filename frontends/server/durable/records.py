@@ -37,7 +37,7 @@ class Admitted(msgspec.Struct, frozen=True):
     at: float = 0.0
 
 
-class Tokens(msgspec.Struct, frozen=True):
+class Tokens(msgspec.Struct, frozen=True, omit_defaults=True):
     """Some tokens of the answer, written before they are sent.
 
     Attributes:

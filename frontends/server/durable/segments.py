@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from trouper.frontends.server.durable.disk import SUFFIX, Disk
 from trouper.frontends.server.durable.frames import (
     HEAD_BYTES,
+    Frame,
     SegmentHead,
     encode_frame,
     encode_head,
@@ -70,6 +71,8 @@ class Segments:
         self._sizes: dict[str, int] = {}
         self.kept_bytes = 0
         self._file: int | None = None
+        # The file that another thread syncs, which must not be closed meanwhile.
+        self._syncing: int | None = None
         self._id = b""
         self._number = self._num_bytes = self._last = 0
 
@@ -113,15 +116,14 @@ class Segments:
         Raises:
             JournalError: neither this segment nor a new one can be written.  The records are remembered for the next one.
         """
-        records = list(records)
-        self.note(records)
-        if not records and self._file is not None:
+        frames = self._note_all(records)
+        if not frames and self._file is not None:
             return
         if self._file is None or self._num_bytes > max(ROTATE_BYTES, 2 * self.kept_bytes):
             self.rotate()
             return
         try:
-            self._append(self._file, records)
+            self._append(self._file, frames)
             if self._syncs:
                 self._disk.sync(self._file)
         except OSError as error:
@@ -129,18 +131,28 @@ class Segments:
             self._abandon()
             self.rotate()
 
-    def sync(self) -> None:
-        """Wait until all written records survive a loss of power.
+    def begin_sync(self) -> int:
+        """Return the current file, for `sync` in another thread.  It stays open until `end_sync`."""
+        assert self._file is not None
+        self._syncing = self._file
+        return self._file
+
+    def sync(self, file: int) -> None:
+        """Wait until everything in a file survives a loss of power.  Another thread may write meanwhile.  Raises OSError."""
+        self._disk.sync(file)
+
+    def end_sync(self, file: int, error: OSError | None) -> None:
+        """Note that the disk has synced a file, or how this has failed.
+
+        What a replaced file contains has reached the disk in its successor, so its failure does not matter.
 
         Raises:
-            JournalError: it does not, and no new segment can be written.
+            JournalError: it has failed, and no new segment can be written.
         """
-        if self._file is None:
-            self.rotate()
-            return
-        try:
-            self._disk.sync(self._file)
-        except OSError as error:
+        self._syncing = None
+        if file != self._file:
+            self._close(file)
+        elif error is not None:
             self._count("sync", error)
             self._abandon()
             self.rotate()
@@ -160,8 +172,8 @@ class Segments:
             file = self._disk.create(name)
             self._id, self._number, self._num_bytes = self._new_id(), 0, HEAD_BYTES
             self._write_all(file, encode_head(SegmentHead(self._id, self.fingerprint)))
-            repeated = [r for stream in self.streams.values() for r in stream.records()]
-            self._append(file, [*repeated, Whole()])
+            repeated = (r for stream in self.streams.values() for r in stream.records())
+            self._append(file, map(encode_record, (*repeated, Whole())))
             self._disk.sync(file)
             self._disk.sync_folder()
         except OSError as error:
@@ -177,28 +189,41 @@ class Segments:
                 # It no longer counts, and the next rotation tries again.
                 pass
 
-    def close(self) -> None:
-        """Close the segment.  Idempotent."""
+    def close(self, *, syncs: bool = False) -> None:
+        """Close all files, with `syncs` once everything has reached the disk.  Idempotent."""
+        late, self._syncing = self._syncing, None
+        if late is not None and late != self._file:
+            self._close(late)
+        if syncs and self._file is not None:
+            try:
+                self._disk.sync(self._file)
+            except OSError as error:
+                self._count("sync", error)
         self._abandon()
 
     def note(self, records: Iterable[Record]) -> None:
         """Remember records for the next segment, without writing them now."""
+        self._note_all(records)
+
+    def _note_all(self, records: Iterable[Record]) -> list[Frame]:
+        """Remember records, and return them encoded."""
+        frames: list[Frame] = []
         for record in records:
-            self._note(record)
+            join(self.streams, record)
+            frame = encode_record(record)
+            frames.append(frame)
+            if isinstance(record, Gone):
+                self.kept_bytes -= self._sizes.pop(record.id, 0)
+            elif not isinstance(record, Whole) and record.id in self.streams:
+                size = FRAME_BYTES + len(frame.payload)
+                self._sizes[record.id] = self._sizes.get(record.id, 0) + size
+                self.kept_bytes += size
+        return frames
 
-    def _note(self, record: Record) -> None:
-        join(self.streams, record)
-        if isinstance(record, Gone):
-            self.kept_bytes -= self._sizes.pop(record.id, 0)
-        elif not isinstance(record, Whole) and record.id in self.streams:
-            size = _size(record)
-            self._sizes[record.id] = self._sizes.get(record.id, 0) + size
-            self.kept_bytes += size
-
-    def _append(self, file: int, records: Iterable[Record]) -> None:
+    def _append(self, file: int, frames: Iterable[Frame]) -> None:
         data = bytearray()
-        for record in records:
-            data += encode_frame(self._id, self._number, encode_record(record))
+        for frame in frames:
+            data += encode_frame(self._id, self._number, frame)
             self._number += 1
         self._write_all(file, bytes(data))
 
@@ -214,7 +239,7 @@ class Segments:
 
     def _abandon(self) -> None:
         file, self._file = self._file, None
-        if file is not None:
+        if file is not None and file != self._syncing:
             self._close(file)
 
     def _close(self, file: int) -> None:

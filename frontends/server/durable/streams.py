@@ -114,7 +114,8 @@ class DurableStream:
         self.entries: list[LoggedEvent] = []
         self.num_bytes = 0
         self.num_readers = 0
-        self.news = anyio.Event()
+        # Set at the next event or at the end, if somebody waits for it.
+        self._news: anyio.Event | None = None
         # Set when a reader comes and when the last one leaves.
         self.turn = anyio.Event()
         self._choice, self._cursor = 0, Cursor((0,), -1)
@@ -127,6 +128,11 @@ class DurableStream:
         if self.error is not None:
             return "failed"
         return "completed" if self.is_over else "running"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the answer is complete."""
+        return self.is_over and self.error is None and not self.is_cut
 
     @property
     def cursor(self) -> Cursor:
@@ -189,16 +195,22 @@ class DurableStream:
     async def wait(self, num_entries: int) -> None:
         """Wait for more entries than these, or for the end."""
         while len(self.entries) <= num_entries and not self.is_over:
-            await self.news.wait()
+            await self._wait_news()
 
     async def wait_head(self) -> None:
         """Wait for the head of the answer, or for its end."""
         while not self.status and not self.is_over:
-            await self.news.wait()
+            await self._wait_news()
+
+    async def _wait_news(self) -> None:
+        if self._news is None:
+            self._news = anyio.Event()
+        await self._news.wait()
 
     def _wake(self) -> None:
-        self.news.set()
-        self.news = anyio.Event()
+        if self._news is not None:
+            self._news.set()
+            self._news = None
 
     def _tell_turn(self) -> None:
         self.turn.set()

@@ -10,8 +10,7 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import anyio
@@ -19,18 +18,12 @@ import anyio.to_thread
 import msgspec
 
 from trouper.errors import EngineDeadError, TrouperNotFoundError
-from trouper.frontends.server.durable.frames import PART_BYTES
+from trouper.frontends.server.durable.opening import adapter_digest, lost, lost_reason
 from trouper.frontends.server.durable.records import Admitted, StreamRecord
-from trouper.frontends.server.durable.streams import (
-    END,
-    Cursor,
-    DurableStream,
-    LoggedEvent,
-    cursor_invalid,
-)
+from trouper.frontends.server.durable.streams import DurableStream
 from trouper.frontends.server.generation.driver import Driver
+from trouper.frontends.server.generation.stream_readers import NO, YES, follow_stream
 from trouper.frontends.server.generation.token_keeper import TokenKeeper
-from trouper.frontends.server.http.body import ClientGone
 from trouper.frontends.server.http.context import EVENTS, Message, RequestContext
 from trouper.frontends.server.http.decoding import THREAD_FROM, decode
 from trouper.frontends.server.http.route import Route
@@ -48,16 +41,10 @@ from trouper.lora import LoRARequest
 from trouper.params import RequestOutputKind
 
 logger = logging.getLogger(__name__)
-STREAMS = "/v1/streams/"  # an id follows
 KEY = "Idempotency-Key"
 MAX_KEY = 255
-LAST_EVENT = b"last-event-id"
-YES, NO = (b"x-durable", b"yes"), (b"x-durable", b"no")
 # The seeds of the choices of two prompts are further apart than an answer has choices.
 SEED_STEP = 2**32
-# The parts of a fingerprint, for the reason of a lost stream.
-PARTS = ("weights", "configuration", "tokenizer", "chat template")
-NOT_DURABLE = b": not durable\n\n"
 
 
 class SavedCall(msgspec.Struct, frozen=True):
@@ -382,108 +369,6 @@ class StreamRun:
             self._stream.add(message["body"], is_end=is_end)
 
 
-async def follow_stream(
-    service: Service,
-    context: RequestContext,
-    stream: DurableStream,
-    first: int | None = None,
-) -> None:
-    """Send a stream from the client's cursor on, including future events.
-
-    Args:
-        first: the number of the first wanted event, for an API that counts events.
-
-    Raises:
-        Exception: how the answer has failed, behind its events.
-        HTTPError: the cursor belongs to no event of this stream.
-        ClientGone: this process ends before the answer.
-    """
-    if stream.attach is not None:
-        await stream.attach(service, context)
-        return
-    with stream.read():
-        if stream.is_cold:
-            _make_again(service, stream)
-        await stream.wait_head()
-        context.own_headers += (YES, (b"x-stream-id", stream.id.encode()), *stream.headers)
-        if not stream.status:
-            raise _failure(stream)
-        if not stream.is_events:
-            while not stream.is_over:
-                await stream.wait(len(stream.entries))
-            if stream.error is not None or stream.is_cut:
-                raise _failure(stream)
-            body = b"".join(entry.frame for entry in stream.entries)
-            await context.send_body(body, status=stream.status)
-            return
-        await _send_events(service, context, stream, first)
-
-
-async def _send_events(
-    service: Service, context: RequestContext, stream: DurableStream, first: int | None
-) -> None:
-    given = _given_cursor(context)
-    is_behind_end = given == END
-    cursor = Cursor((0,) * stream.num_choices, -1)
-    if first is None and given is not None and not is_behind_end:
-        cursor = Cursor.parse(given, stream.num_choices)
-    wanted = partial(_is_wanted, cursor, is_behind_end=is_behind_end, has_cursor=given is not None)
-    if stream.is_over and stream.error is None and not stream.is_cut:
-        if any(a > b for a, b in zip(cursor.tokens, stream.cursor.tokens, strict=True)):
-            raise cursor_invalid()
-        if first is None and context.method == "GET" and not any(map(wanted, stream.entries)):
-            # Browsers then stop reconnecting.
-            await context.send_empty(204)
-            return
-    assert service.journal is not None
-    await context.start_events()
-    place, is_told = first or 0, False
-    while place < len(stream.entries) or not stream.is_over:
-        await stream.wait(place)
-        for entry in stream.entries[place : place + 64]:
-            place += 1
-            if first is None and not wanted(entry):
-                continue
-            cursor = cursor.joined(entry.cursor)
-            id = END if entry.is_end else str(cursor)
-            await context.send_frame(b"id: %b\n%b" % (id.encode(), entry.frame))
-        if not (service.journal.is_working or is_told):
-            is_told = True
-            await context.send_frame(NOT_DURABLE)
-    if stream.error is not None or stream.is_cut:
-        raise _failure(stream)
-    await context.end_events(b"")
-
-
-def _is_wanted(
-    cursor: Cursor, entry: LoggedEvent, *, is_behind_end: bool, has_cursor: bool
-) -> bool:
-    if is_behind_end:
-        return False
-    return entry.is_end or not has_cursor or not cursor.covers(entry)
-
-
-def _failure(stream: DurableStream) -> Exception:
-    """Return why a stream has no further events."""
-    return ClientGone() if stream.error is None else stream.error
-
-
-def _make_again(service: Service, stream: DurableStream) -> None:
-    """Make the events of an ended stream again, from its tokens.
-
-    Raises:
-        HTTPError: it is kept no longer, or the server has no room.
-    """
-    assert service.journal is not None
-    record = service.journal.record(stream.id)
-    if record is None:
-        service.journal.streams.forget(stream)
-        raise HTTPError(410, "stream_expired", "the answer is not kept any longer")
-    assert stream.make_again is not None
-    stream.warm()
-    stream.make_again(record)
-
-
 def resume_streams(
     service: Service, records: dict[str, StreamRecord], route_of: Callable[[str], Route | None]
 ) -> None:
@@ -566,38 +451,6 @@ async def _send_nothing(_: Message) -> None:
     pass
 
 
-def lost(reason: str) -> HTTPError:
-    """Make the error of a stream that cannot go on."""
-    return HTTPError(410, "stream_lost", f"stream_lost: {reason}, so this answer cannot go on")
-
-
-def lost_reason(then: bytes, now: bytes) -> str | None:
-    """Compare two fingerprints of models.  Returns what has changed, or None."""
-    if then == now:
-        return None
-    size = PART_BYTES
-    pairs = ((then[size * i : size * (i + 1)], now[size * i : size * (i + 1)]) for i in range(4))
-    changed = [name for name, (a, b) in zip(PARTS, pairs, strict=True) if a != b]
-    what = " and the ".join(changed)
-    return f"the {what} of the model {'have' if len(changed) > 1 else 'has'} changed"
-
-
-def adapter_digest(folder: str) -> bytes:
-    """Return the SHA-256 of an adapter's files.  It may take a second: call it from a thread."""
-    files = [path for path in sorted(Path(folder).iterdir()) if path.name.startswith("adapter_")]
-    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return _files_digest(tuple(stats))
-
-
-@lru_cache(maxsize=64)  # one for each adapter in use
-def _files_digest(files: tuple[tuple[str, int, int], ...]) -> bytes:
-    found = hashlib.sha256()
-    for path, _, _ in files:
-        with open(path, "rb") as file:
-            found.update(hashlib.file_digest(file, "sha256").digest())
-    return found.digest()
-
-
 async def _digest(service: Service, path: str, body: bytes | memoryview) -> bytes:
     head = f"{path}\n".encode()
     if len(body) < THREAD_FROM:
@@ -628,77 +481,6 @@ def _key(context: RequestContext) -> bytes:
     return hashlib.sha256(text).digest()
 
 
-def _given_cursor(context: RequestContext) -> str | None:
-    """Return the cursor of a client: from the query of a GET, or else from the header that browsers send."""
-    after = context.query().get("starting_after") if context.method == "GET" else None
-    if after:
-        return after[-1]
-    header = context.header(LAST_EVENT)
-    return None if not header else header.decode(errors="replace").strip()
-
-
 def _no_journal() -> HTTPError:
     text = "the journal has no room or cannot be written, so the answer would not be kept; try again later, or without asking for it"
     return unavailable("journal_unavailable", text)
-
-
-# Routes
-
-
-async def list_streams(service: Service, context: RequestContext, _: None) -> None:
-    """List the kept streams of a client's key, the oldest first."""
-    journal = _journal(service)
-    journal.streams.tidy(time.time())
-    data = [_shown(stream) for stream in journal.streams.of(context.key_digest)]
-    await context.send_json({"object": "list", "data": data})
-
-
-async def get_stream(service: Service, context: RequestContext, _: None) -> None:
-    """Send the events of a stream behind the client's cursor, or the reply of a request without `stream`."""
-    await follow_stream(service, context, _found(service, context))
-
-
-async def delete_stream(service: Service, context: RequestContext, _: None) -> None:
-    """Forget a stream.  A running one is aborted."""
-    journal, stream = _journal(service), _found(service, context)
-    if stream.attach is not None:
-        text = f"{STREAMS}{stream.id} is a background response: DELETE /v1/responses/{stream.id}"
-        raise HTTPError(409, "conflict", text)
-    stream.end(time.time(), HTTPError(410, "stream_expired", "the stream was deleted"))
-    journal.streams.forget(stream)
-    service.background.cancel(stream.id)
-    await journal.delete(stream.id)
-    await context.send_json({"id": stream.id, "object": "stream", "deleted": True})
-
-
-def _shown(stream: DurableStream) -> dict[str, Any]:
-    is_response = stream.attach is not None
-    return {
-        "id": stream.id,
-        "object": "stream",
-        "route": stream.route,
-        "status": stream.state,
-        "created": int(stream.at),
-        "ended_at": int(stream.ended_at) or None,
-        "cursor": None if is_response or stream.is_cold else str(stream.cursor),
-        "num_readers": stream.num_readers,
-    }
-
-
-def _found(service: Service, context: RequestContext) -> DurableStream:
-    journal = _journal(service)
-    journal.streams.tidy(time.time())
-    id = context.path.removeprefix(STREAMS)
-    found = journal.streams.find(context.key_digest, id)
-    if found is None:
-        text = f"Stream with id '{clean(id, 100)}' not found. It is kept no longer, or it belongs to another key."
-        raise HTTPError(404, "stream_not_found", text, param="id")
-    return found
-
-
-def _journal(service: Service) -> Any:
-    """Raises UnsupportedFeatureError without a journal, and HTTPError (503) while the streams of an earlier server are not there yet."""
-    if service.journal is None:
-        raise unsupported("streams", "this server keeps none; start it with --journal DIR")
-    service.check_open()
-    return service.journal

@@ -28,11 +28,20 @@ class TokenSplitter:
 
     def __init__(self, text: TextState | VisibleStops) -> None:
         self._text = text
+        # Tokens whose text is known, which the text of later ones may depend on.
+        self._behind: list[int] = []
+
+    def pass_by(self, token: int) -> None:
+        """Note a token that came with the text that it adds."""
+        self._behind.append(token)
 
     def split(self, output: RequestOutput) -> list[RequestOutput]:
         """Return one output for each token.  An output without tokens, which ends the answer, stays as it is."""
         (completion,) = output.outputs
         ids, logprobs = completion.token_ids, completion.logprobs
+        if self._behind:
+            self._text.push(self._behind)
+            self._behind = []
         if not ids:
             rest = self._text.push((), is_last=completion.finish_reason is not None)
             return [_with(output, completion, completion.token_ids, rest.text, is_last=True)]
@@ -91,6 +100,8 @@ class TokenKeeper:
         self._journal, self._id, self._parsed, self._tokenizer = journal, id, parsed, tokenizer
         self._note = note
         self._is_kept = parsed.params.prompt_logprobs is None
+        # Whether each output has the text of its tokens.  That of an answer that goes on lacks what was withheld before them.
+        self._has_all_texts = record is None
         self._n = parsed.params.n
         self._splitters: dict[int, TokenSplitter] = {}
         # The tokens so far, by choice, and the choices that have ended.
@@ -176,16 +187,23 @@ class TokenKeeper:
     def _split(self, i: int, output: RequestOutput) -> list[RequestOutput]:
         """Divide an output into the tokens of its choices, and remember them."""
         parts: list[RequestOutput] = []
+        is_single = len(output.outputs) == 1
         for completion in output.outputs:
             choice = i * self._n + completion.index
             splitter = self._splitters.get(choice)
             if splitter is None:
                 splitter = self._splitters[choice] = TokenSplitter(self._open_text(output))
-            is_last = completion is output.outputs[-1]
-            one = msgspec.structs.replace(
-                output, outputs=[completion], finished=output.finished and is_last
-            )
-            parts += splitter.split(one)
+            if is_single and len(completion.token_ids) == 1 and self._has_all_texts:
+                splitter.pass_by(completion.token_ids[0])
+                parts.append(output)
+            else:
+                is_last = completion is output.outputs[-1]
+                one = output
+                if not is_single:
+                    one = msgspec.structs.replace(
+                        output, outputs=[completion], finished=output.finished and is_last
+                    )
+                parts += splitter.split(one)
             self._ids.setdefault(choice, []).extend(completion.token_ids)
             if completion.finish_reason is not None:
                 self._ended.add(choice)

@@ -134,6 +134,8 @@ class RequestContext:
         self._raw_path: bytes = scope.get("raw_path") or path.encode(errors="replace")
         self._receive = receive
         self._send = send
+        # Whether what is sent goes to a store in this process, which never waits.
+        self._is_redirected = False
         self._is_sending = False
 
     def __repr__(self) -> str:
@@ -176,7 +178,7 @@ class RequestContext:
 
         A background response uses it to record its events while no client is connected.
         """
-        self._send = send
+        self._send, self._is_redirected = send, True
 
     def header(self, name: bytes) -> bytes | None:
         """Return the value of the first header of this lower-case name, or None."""
@@ -321,6 +323,9 @@ class RequestContext:
         if self.is_gone:
             return
         self.num_sends += 1
+        if self._is_redirected:
+            await self._send(message)
+            return
         self._is_sending = True
         try:
             # Servers keep the state of a connection in `send`: cancelled half-way, a frame would be cut.  How long it

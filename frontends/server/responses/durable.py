@@ -12,10 +12,10 @@ import anyio
 import msgspec
 
 from trouper.frontends.server.durable.journal import Journal
+from trouper.frontends.server.durable.opening import lost, lost_reason
 from trouper.frontends.server.durable.records import Admitted, StreamRecord
 from trouper.frontends.server.durable.streams import DurableStream
 from trouper.frontends.server.generation.driver import Driver, prepare
-from trouper.frontends.server.generation.durable import lost, lost_reason
 from trouper.frontends.server.generation.token_keeper import TokenKeeper
 from trouper.frontends.server.http.context import Message, RequestContext
 from trouper.frontends.server.responses.adapter import ResponsesAdapter

@@ -10,7 +10,7 @@ import msgspec
 
 from trouper.errors import invalid
 from trouper.frontends.server.generation.driver import client_names, prepare
-from trouper.frontends.server.generation.durable import follow_stream
+from trouper.frontends.server.generation.stream_readers import follow_stream
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.decoding import TOOLS
 from trouper.frontends.server.models.residency import residency_of

@@ -1,0 +1,131 @@
+"""Measure what `--journal` costs: servers with each policy answer the same streams in turn.
+
+    python -m trouper.bench.studies.server.journal [--streams 32] [--tokens 200] [--rounds 7] [--model FOLDER] [--output FILE.json]
+
+All servers run at the same time, and one has work at a time, so other work on the machine meets all of them.  A round sends the same
+requests to each server, in a changing order.  The ratios are medians over the rounds, each against the server without a journal in the
+same round.  The gaps are those between two events of a stream as its client sees them, over all rounds.
+"""
+
+import argparse
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import anyio
+
+from trouper.bench.datasets import SampleRequest
+from trouper.bench.report import about, percentile, write
+from trouper.bench.serve import (
+    Outcome,
+    RequestLoad,
+    demo_of_length,
+    evaluate,
+    first_model,
+    local_server,
+    open_client,
+    send_all,
+)
+
+POLICIES = "none", "off", "group", "step"
+# Ids that are ordinary text in nearly every vocabulary.
+FIRST_ID, NUM_IDS = 300, 700
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What a journal costs.")
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=200, help="Tokens of each stream.")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--model", help="Folder; the bundled model by default.")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--load-format", default="auto", help="`dummy` makes up the weights.")
+    parser.add_argument("--folder", help="Parent of the journals; the disk decides about `step`.")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder))
+        length = options.tokens + 64
+        model = options.model or stack.enter_context(demo_of_length(length))
+        arguments = [
+            model, "--max-num-seqs", str(options.streams), "--max-model-len", str(length),
+            "--dtype", options.dtype, "--load-format", options.load_format,
+        ]  # fmt: skip
+        urls = {
+            policy: _url(stack.enter_context(local_server(*arguments, *_journal(folder, policy))))
+            for policy in POLICIES
+        }
+        results = anyio.run(_measure, urls, options.streams, options.tokens, options.rounds)
+    print(f"{'journal':10}{'tokens/s':>10}{'ratio':>8}{'gap ms p50':>12}{'p99':>8}{'p99.9':>8}")
+    for policy, found in results.items():
+        print(
+            f"{policy:10}{found['tokens_s']:10.1f}{found['ratio']:8.3f}"
+            f"{found['gap_p50_ms']:12.2f}{found['gap_p99_ms']:8.2f}{found['gap_p99.9_ms']:8.2f}"
+        )
+    if options.output:
+        write(str(options.output), {"about": about(sys.argv[1:]), "results": results})
+
+
+def _journal(folder: str, policy: str) -> list[str]:
+    if policy == "none":
+        return []
+    place = str(Path(folder) / policy)
+    return ["--journal", place, "--journal-sync", policy, "--durable-streams", "all"]
+
+
+def _url(server: Any) -> str:
+    return f"http://127.0.0.1:{server.port}/v1"
+
+
+async def _measure(
+    urls: dict[str, str], num_streams: int, num_tokens: int, num_rounds: int
+) -> dict[str, dict[str, float]]:
+    """Return the figures of each policy.  Raises SystemExit if a request fails."""
+    rates: dict[str, list[float]] = {policy: [] for policy in urls}
+    gaps: dict[str, list[float]] = {policy: [] for policy in urls}
+    # The first round warms up.
+    for number in range(num_rounds + 1):
+        order = list(urls)[number % len(urls) :] + list(urls)[: number % len(urls)]
+        for policy in order:
+            outcomes, rate = await _play(urls[policy], num_streams, num_tokens, number)
+            if number:
+                rates[policy].append(rate)
+                gaps[policy] += [1000 * gap for outcome in outcomes for gap in outcome.gaps]
+    plain = rates["none"]
+    return {
+        policy: {
+            "tokens_s": median(found),
+            "ratio": median(a / b for a, b in zip(found, plain, strict=True)),
+            "gap_p50_ms": percentile(gaps[policy], 50),
+            "gap_p99_ms": percentile(gaps[policy], 99),
+            "gap_p99.9_ms": percentile(gaps[policy], 99.9),
+        }
+        for policy, found in rates.items()
+    }
+
+
+async def _play(
+    url: str, num_streams: int, num_tokens: int, number: int
+) -> tuple[list[Outcome], float]:
+    """Send all streams at once.  Returns their outcomes and the tokens per second between the first and the last token."""
+    load = RequestLoad(url=url, seed=number)
+    async with open_client(load) as client:
+        load = RequestLoad(url=url, seed=number, model=await first_model(client))
+        prompts = [
+            tuple(FIRST_ID + (7 * i + 31 * number + k) % NUM_IDS for k in range(16))
+            for i in range(num_streams)
+        ]
+        requests = [SampleRequest(prompt, num_tokens) for prompt in prompts]
+        outcomes = await send_all(client, load, requests)
+    seconds = max(each.last for each in outcomes) - min(each.sent for each in outcomes)
+    record = evaluate(outcomes, seconds, load)
+    if record["failed"]:
+        raise SystemExit(f"requests failed: {record['errors']}")
+    return outcomes, record["output_throughput"]
+
+
+if __name__ == "__main__":
+    main()

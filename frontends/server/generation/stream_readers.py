@@ -1,0 +1,199 @@
+"""Read durable streams: from a client's cursor on, and the routes of `/v1/streams`."""
+
+import time
+from typing import Any
+
+from trouper.frontends.server.durable.streams import (
+    END,
+    Cursor,
+    DurableStream,
+    LoggedEvent,
+    cursor_invalid,
+)
+from trouper.frontends.server.http.body import ClientGone
+from trouper.frontends.server.http.context import RequestContext
+from trouper.frontends.server.service.service import Service
+from trouper.frontends.server.shared.errors import HTTPError, clean, unsupported
+
+STREAMS = "/v1/streams/"  # an id follows
+LAST_EVENT = b"last-event-id"
+YES, NO = (b"x-durable", b"yes"), (b"x-durable", b"no")
+NOT_DURABLE = b": not durable\n\n"
+
+
+async def follow_stream(
+    service: Service,
+    context: RequestContext,
+    stream: DurableStream,
+    first: int | None = None,
+) -> None:
+    """Send a stream from the client's cursor on, including future events.
+
+    Args:
+        first: the number of the first wanted event, for an API that counts events.
+
+    Raises:
+        Exception: how the answer has failed, behind its events.
+        HTTPError: the cursor belongs to no event of this stream.
+        ClientGone: this process ends before the answer.
+    """
+    if stream.attach is not None:
+        await stream.attach(service, context)
+        return
+    with stream.read():
+        if stream.is_cold:
+            _make_again(service, stream)
+        await stream.wait_head()
+        context.own_headers += (YES, (b"x-stream-id", stream.id.encode()), *stream.headers)
+        if not stream.status:
+            raise _failure(stream)
+        if not stream.is_events:
+            while not stream.is_over:
+                await stream.wait(len(stream.entries))
+            if stream.error is not None or stream.is_cut:
+                raise _failure(stream)
+            body = b"".join(entry.frame for entry in stream.entries)
+            await context.send_body(body, status=stream.status)
+            return
+        await _send_events(service, context, stream, first)
+
+
+async def _send_events(
+    service: Service, context: RequestContext, stream: DurableStream, first: int | None
+) -> None:
+    given = _given_cursor(context) if first is None else None
+    cursor = _first_cursor(stream, given)
+    has_rest = first is not None or any(_is_wanted(given, cursor, e) for e in stream.entries)
+    if stream.is_whole and context.method == "GET" and not has_rest:
+        # Browsers then stop reconnecting.
+        await context.send_empty(204)
+        return
+    assert service.journal is not None
+    await context.start_events()
+    place, is_told = first or 0, False
+    while place < len(stream.entries) or not stream.is_over:
+        await stream.wait(place)
+        for entry in stream.entries[place : place + 64]:
+            place += 1
+            if given is not None:
+                if not _is_wanted(given, cursor, entry):
+                    continue
+                cursor = cursor.joined(entry.cursor)
+            id = END if entry.is_end else str(entry.cursor if given is None else cursor)
+            await context.send_frame(b"id: %b\n%b" % (id.encode(), entry.frame))
+        if not (service.journal.is_working or is_told):
+            is_told = True
+            await context.send_frame(NOT_DURABLE)
+    if stream.error is not None or stream.is_cut:
+        raise _failure(stream)
+    await context.end_events(b"")
+
+
+def _first_cursor(stream: DurableStream, given: str | None) -> Cursor:
+    """Return the cursor that a client has given, by default that in front of all events.
+
+    Raises:
+        HTTPError: it belongs to no event of this stream.
+    """
+    if given is None or given == END:
+        return Cursor((0,) * stream.num_choices, -1)
+    cursor = Cursor.parse(given, stream.num_choices)
+    if stream.is_whole and any(
+        a > b for a, b in zip(cursor.tokens, stream.cursor.tokens, strict=True)
+    ):
+        raise cursor_invalid()
+    return cursor
+
+
+def _is_wanted(given: str | None, cursor: Cursor, entry: LoggedEvent) -> bool:
+    """Return whether a client that has given a cursor lacks an event."""
+    return given != END and (entry.is_end or given is None or not cursor.covers(entry))
+
+
+def _failure(stream: DurableStream) -> Exception:
+    """Return why a stream has no further events."""
+    return ClientGone() if stream.error is None else stream.error
+
+
+def _make_again(service: Service, stream: DurableStream) -> None:
+    """Make the events of an ended stream again, from its tokens.
+
+    Raises:
+        HTTPError: it is kept no longer, or the server has no room.
+    """
+    assert service.journal is not None
+    record = service.journal.record(stream.id)
+    if record is None:
+        service.journal.streams.forget(stream)
+        raise HTTPError(410, "stream_expired", "the answer is not kept any longer")
+    assert stream.make_again is not None
+    stream.warm()
+    stream.make_again(record)
+
+
+def _given_cursor(context: RequestContext) -> str | None:
+    """Return the cursor of a client: from the query of a GET, or else from the header that browsers send."""
+    after = context.query().get("starting_after") if context.method == "GET" else None
+    if after:
+        return after[-1]
+    header = context.header(LAST_EVENT)
+    return None if not header else header.decode(errors="replace").strip()
+
+
+async def list_streams(service: Service, context: RequestContext, _: None) -> None:
+    """List the kept streams of a client's key, the oldest first."""
+    journal = _journal(service)
+    journal.streams.tidy(time.time())
+    data = [_shown(stream) for stream in journal.streams.of(context.key_digest)]
+    await context.send_json({"object": "list", "data": data})
+
+
+async def get_stream(service: Service, context: RequestContext, _: None) -> None:
+    """Send the events of a stream behind the client's cursor, or the reply of a request without `stream`."""
+    await follow_stream(service, context, _found(service, context))
+
+
+async def delete_stream(service: Service, context: RequestContext, _: None) -> None:
+    """Forget a stream.  A running one is aborted."""
+    journal, stream = _journal(service), _found(service, context)
+    if stream.attach is not None:
+        text = f"{STREAMS}{stream.id} is a background response: DELETE /v1/responses/{stream.id}"
+        raise HTTPError(409, "conflict", text)
+    stream.end(time.time(), HTTPError(410, "stream_expired", "the stream was deleted"))
+    journal.streams.forget(stream)
+    service.background.cancel(stream.id)
+    await journal.delete(stream.id)
+    await context.send_json({"id": stream.id, "object": "stream", "deleted": True})
+
+
+def _shown(stream: DurableStream) -> dict[str, Any]:
+    is_response = stream.attach is not None
+    return {
+        "id": stream.id,
+        "object": "stream",
+        "route": stream.route,
+        "status": stream.state,
+        "created": int(stream.at),
+        "ended_at": int(stream.ended_at) or None,
+        "cursor": None if is_response or stream.is_cold else str(stream.cursor),
+        "num_readers": stream.num_readers,
+    }
+
+
+def _found(service: Service, context: RequestContext) -> DurableStream:
+    journal = _journal(service)
+    journal.streams.tidy(time.time())
+    id = context.path.removeprefix(STREAMS)
+    found = journal.streams.find(context.key_digest, id)
+    if found is None:
+        text = f"Stream with id '{clean(id, 100)}' not found. It is kept no longer, or it belongs to another key."
+        raise HTTPError(404, "stream_not_found", text, param="id")
+    return found
+
+
+def _journal(service: Service) -> Any:
+    """Raises UnsupportedFeatureError without a journal, and HTTPError (503) while the streams of an earlier server are not there yet."""
+    if service.journal is None:
+        raise unsupported("streams", "this server keeps none; start it with --journal DIR")
+    service.check_open()
+    return service.journal
