@@ -5,9 +5,12 @@ from math import inf
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from trouper.actors.executor.media import functions
 from trouper.actors.executor.media.encoder import MediaEncoder, WholeItem
+from trouper.actors.executor.media.functions import TowerFunctions
 from trouper.actors.executor.media.slices import SlicedLinear, SlicedWork, Slices, slice_layers
 from trouper.actors.messages.media import MediaItem
 
@@ -154,3 +157,50 @@ def test_products_pause_between_groups_of_rows():
     assert num_slices == 5
     # Torch's own product of four rows may differ from that of fifteen in the last bit.
     assert torch.allclose(work.result(), plain(x), atol=1e-6)
+
+
+CALLS = {
+    "plain": ((2, 3, 70, 32), {}, True),
+    "heads of 72": ((1, 2, 33, 72), {}, True),
+    "scale": ((1, 2, 9, 16), {"scale": 0.7}, True),
+    "mask of true": ((1, 2, 9, 16), {"attn_mask": torch.ones(1, 1, 9, 9, dtype=torch.bool)}, True),
+    "mask of zeros": ((1, 2, 9, 16), {"attn_mask": torch.zeros(1, 1, 9, 9)}, True),
+    "mask": ((1, 2, 9, 16), {"attn_mask": torch.ones(9, 9, dtype=torch.bool).tril()}, False),
+    "causal": ((1, 2, 9, 16), {"is_causal": True}, False),
+    "three dimensions": ((2, 9, 16), {}, False),
+    "nothing": ((1, 2, 0, 16), {}, False),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_towers_attend_by_kernels_where_possible(case, monkeypatch):
+    shape, options, is_served = CALLS[case]
+    torch.manual_seed(0)
+    parts = [torch.randn(shape) for _ in range(3)]
+    served = []
+
+    def attend(*args):
+        served.append(args)
+        return attend_both_ways(*args)
+
+    attend_both_ways = functions.attend_both_ways
+    monkeypatch.setattr(functions, "attend_both_ways", attend)
+    wanted = F.scaled_dot_product_attention(*parts, **options)
+    with TowerFunctions():
+        found = F.scaled_dot_product_attention(*parts, **options)
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
+    assert bool(served) == (is_served and functions.is_native(torch.float32, 16))
+
+
+def test_towers_attend_over_other_keys_by_torch():
+    torch.manual_seed(0)
+    query, keys, values = (
+        torch.randn(1, 4, 5, 16),
+        torch.randn(1, 2, 9, 16),
+        torch.randn(1, 2, 9, 16),
+    )
+    with TowerFunctions():
+        found = F.scaled_dot_product_attention(query, keys, values, enable_gqa=True)
+        activated = F.gelu(query, approximate="tanh")
+    assert found.equal(F.scaled_dot_product_attention(query, keys, values, enable_gqa=True))
+    torch.testing.assert_close(activated, F.gelu(query, approximate="tanh"))

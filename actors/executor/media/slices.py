@@ -140,10 +140,13 @@ class SlicedLinear(nn.Module):
         if len(rows) <= self._num_rows:
             return self.linear(x)
         y = x.new_empty((len(rows), self.out_features))
-        for begin in range(0, len(rows), self._num_rows):
+        num_pieces = -(-len(rows) // self._num_rows)
+        # Pieces of one size, since a product of few rows is slower for each of them.
+        size = -(-len(rows) // num_pieces)
+        for begin in range(0, len(rows), size):
             if begin:
                 self._slices.pause()
-            y[begin : begin + self._num_rows] = self.linear(rows[begin : begin + self._num_rows])
+            y[begin : begin + size] = self.linear(rows[begin : begin + size])
         return y.view(*x.shape[:-1], self.out_features)
 
 
@@ -169,7 +172,8 @@ def _by_tile(forward: Callable[..., Any], slices: Slices) -> Callable[..., Any]:
         found: list[Any] = []
         for i in range(num_tiles):
             slices.pause()
-            tile = hidden if num_tiles == 1 else hidden[i : i + 1]
+            # The embedding of patches may return columns, which would slow down every layer.
+            tile = hidden[i : i + 1].contiguous() if hidden.dim() == 3 else hidden
             given = {name: part(value, i) for name, value in kwargs.items()}
             found.append(forward(tile, *(part(value, i) for value in args), **given))
         if num_tiles == 1:

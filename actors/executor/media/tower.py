@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trouper.actors.executor.media.functions import TowerFunctions
 from trouper.actors.executor.media.slices import SlicedWork, Slices
 from trouper.actors.messages.media import MediaArray, MediaItem
 from trouper.config.media import AUDIO, IMAGE, MediaConfig
@@ -76,7 +77,8 @@ class MediaTower:
             name: array.to(self._dtype) if array.is_floating_point() else array
             for name, array in arrays.items()
         }
-        found: Any = self._features(inputs)
+        with TowerFunctions():
+            found: Any = self._features(inputs)
         levels: Any = getattr(found, "deepstack_features", None) or ()
         parts = [_joined(part) for part in (getattr(found, "pooler_output", found), *levels)]
         for part_RE in parts:

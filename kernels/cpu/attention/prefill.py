@@ -27,7 +27,7 @@ read.  The queries of a span see all keys before the span's end, as far back as 
 
     out[t, n] = softmax(scale · q[t, n] Kᵀ + bias[n, P + t - j] + mask) V,   j the positions of the keys
 
-    qkv    [T, 3, N, D]  the sequences one after the other
+    q, k, v  [T, N, D]   the sequences one after the other; rows may be strided
     tiles  [P, 4]        int64: first token and number of keys of the sequence, first query, number of queries ≤ WHOLE_SIDE
     bias   [N, 2 P + WHOLE_SIDE]  float32, or absent; a tile reads up to WHOLE_SIDE beyond its last query
     out    [T, N D]
@@ -144,25 +144,28 @@ WHOLE_SIDE = 64
 
 
 def whole_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
-    """Write the kernel with the arguments qkv, tiles, N, D, scale, window, bias or 0, its stride, out, scratch, its bytes."""
+    """Write the kernel with the arguments q, k, v, their strides, tiles, N, D, scale, window, bias or 0, its stride, out, scratch,
+    its bytes.
+    """
     (
-        qkv, tiles, num_heads, width, scale, window, bias, bias_stride, out, scratch, num_bytes,
-    ) = code.arguments(11)  # fmt: skip
-    qkv, out = code.pointer(qkv, kind), code.pointer(out, kind)
+        q_all, k_all, v_all, q_stride, k_stride, v_stride, tiles, num_heads, width, scale, window, bias, bias_stride,
+        out, scratch, num_bytes,
+    ) = code.arguments(16)  # fmt: skip
+    q_all, k_all, v_all, out = (code.pointer(x, kind) for x in (q_all, k_all, v_all, out))
     tiles, has_bias, bias = code.pointer(tiles, "i64"), bias > 0, code.pointer(bias, "f32")
     tile = tile_of(unit, code, kind, scratch + code.thread() * num_bytes, 1, width, WHOLE_SIDE)
     scale = code.f32_argument(scale)
     middle = (bias_stride - WHOLE_SIDE) // 2
     size = num_heads * width
-    stride = size * 3
     with tile.begun():
         for item in code.work_items():
             row, head = tiles + item // num_heads * 4, item % num_heads
             start, num_keys, query, count = row[0], row[1], row[2], row[3]
-            q = qkv + (start * stride + head * width)
-            k, v = q + size, q + size * 2
+            q = q_all + ((start + query) * q_stride + head * width)
+            k = k_all + (start * k_stride + head * width)
+            v = v_all + (start * v_stride + head * width)
             num_rows = tile.padded_rows(count)
-            tile.read_queries(q + query * stride, stride, count)
+            tile.read_queries(q, q_stride, count)
             tile.begin(query, count)
             low, high = (
                 code.maximum(query - window, 0),
@@ -171,7 +174,7 @@ def whole_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
             is_masked = (query + count - 1 - window > low) | (query + window < high - 1)
             for first in code.loop(low, high, WHOLE_SIDE):
                 num = code.minimum(high - first, WHOLE_SIDE)
-                tile.stage_keys(lambda i, k=k, first=first: k + (first + i) * stride, num)
+                tile.stage_keys(lambda i, k=k, first=first: k + (first + i) * k_stride, num)
                 tile.write_scores(num_rows, num)
                 for r in code.loop(0, num_rows, LANES):
                     with code.when(has_bias):
@@ -182,6 +185,6 @@ def whole_attention(code: KernelBuilder, kind: Kind, unit: Unit) -> None:
                     with code.when(is_masked):
                         tile.hide(r, first, num, window + 1, window)
                     tile.softmax(r, num, code.select(has_bias, 1.0, scale) * LOG2_E)
-                tile.stage_values(lambda i, v=v, first=first: v + (first + i) * stride, num)
+                tile.stage_values(lambda i, v=v, first=first: v + (first + i) * v_stride, num)
                 tile.add_values(num_rows, num)
             tile.write_out(out + ((start + query) * size + head * width), size, count)

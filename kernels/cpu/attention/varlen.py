@@ -103,7 +103,7 @@ def varlen_attention(
         tiles: `tiles_of(groups)` for the native kernel; without them torch computes.
     """
     if tiles is not None:
-        return _native(qkv_T3ND, tiles, scale, window, bias)
+        return _native([*qkv_T3ND.unbind(1)], tiles, scale, window, bias)
     num_tokens, _, num_heads, width = qkv_T3ND.shape
     out_TND = qkv_T3ND.new_empty((num_tokens, num_heads, width))
     for group in groups:
@@ -125,19 +125,45 @@ def varlen_attention(
     return out_TND.flatten(1)
 
 
+def attend_both_ways(q_BLND: Tensor, k_BLND: Tensor, v_BLND: Tensor, scale: float) -> Tensor:
+    """Return the attention [B, L, N, D] of sequences of one length, whose queries, keys and values are separate tensors.
+
+    The layout is that of a vision tower's projections, which need not be joined.  `is_native` must accept the width.
+    """
+    num, length, num_heads, width = q_BLND.shape
+    parts = [_rows_of(x_BLND) for x_BLND in (q_BLND, k_BLND, v_BLND)]
+    tiles = tiles_of([Group(0, num, length)])
+    return _native(parts, tiles, scale, None, None).view(num, length, num_heads, width)
+
+
+def _rows_of(x_BLND: Tensor) -> Tensor:
+    """Return the heads of all tokens [T, N, D], each token's in one piece of memory."""
+    num, length, num_heads, width = x_BLND.shape
+    strides = x_BLND.stride()
+    is_dense = strides[2:] == (width, 1) and (num == 1 or strides[0] == length * strides[1])
+    x_BLND = x_BLND if is_dense else x_BLND.contiguous()
+    return x_BLND.as_strided((num * length, num_heads, width), (x_BLND.stride(1), width, 1))
+
+
 def _native(
-    qkv_T3ND: Tensor, tiles: np.ndarray, scale: float, window: int | None, bias: Tensor | None
+    parts: Sequence[Tensor],
+    tiles: np.ndarray,
+    scale: float,
+    window: int | None,
+    bias: Tensor | None,
 ) -> Tensor:
+    """Launch the kernel for queries, keys and values [T, N, D]."""
     from trouper.kernels.cpu.attention.prefill import whole_attention
     from trouper.kernels.cpu.attention.tile import scratch_bytes
 
-    num_tokens, _, num_heads, width = qkv_T3ND.shape
-    out_TE = qkv_T3ND.new_empty((num_tokens, num_heads * width))
+    num_tokens, num_heads, width = parts[0].shape
+    out_TE = parts[0].new_empty((num_tokens, num_heads * width))
     num_threads, num_bytes = torch.get_num_threads(), scratch_bytes(width, ROWS)
-    kind = "f32" if qkv_T3ND.itemsize == 4 else "bf16"
+    kind = "f32" if out_TE.itemsize == 4 else "bf16"
     launch.compiled(whole_attention, kind, units.bf16_unit())(
         len(tiles) * num_heads,
-        qkv_T3ND.data_ptr(),
+        *(part.data_ptr() for part in parts),
+        *(part.stride(0) for part in parts),
         tiles.ctypes.data,
         num_heads,
         width,

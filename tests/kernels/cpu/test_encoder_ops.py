@@ -7,6 +7,7 @@ from trouper.kernels.cpu.encoder_ops import (
     LayerNorm,
     RowPooling,
     TokenEmbedding,
+    gelu,
     layer_norm_reference,
 )
 
@@ -106,3 +107,17 @@ def test_pooled_rows_survive_the_next_pass(kind, width):
     pooled = RowPooling(kind, torch.float32, width)(hidden, [Group(0, 1, 3)])
     hidden.zero_()
     assert torch.equal(pooled, torch.ones((1, width)))
+
+
+@pytest.mark.parametrize("has_tanh", [False, True])
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("shape", [(3, 5, 48), (2, 7), (0, 16)])
+def test_gelu_equals_torch_for_any_shape(has_tanh, dtype, shape):
+    torch.manual_seed(0)
+    x = torch.randn(shape).to(dtype) * 4
+    approximate = "tanh" if has_tanh else "none"
+    wanted = torch.nn.functional.gelu(x.double(), approximate=approximate)
+    for given, expected in ((x, wanted), (x.transpose(0, 1), wanted.transpose(0, 1))):
+        found = gelu(given, has_tanh=has_tanh)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), expected, atol=2e-2, rtol=TOLERANCES[dtype] * 10)

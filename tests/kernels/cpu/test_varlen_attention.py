@@ -6,6 +6,7 @@ from trouper.kernels.cpu.attention import varlen as kernel
 from trouper.kernels.cpu.attention.varlen import (
     ROWS,
     Group,
+    attend_both_ways,
     is_native,
     tiles_of,
     varlen_attention,
@@ -86,6 +87,25 @@ def test_sequences_do_not_see_each_other(native):
     together = varlen_attention(qkv, both, scale=0.3, tiles=tiles[0])
     alone = varlen_attention(qkv[70:], one, scale=0.3, tiles=tiles[1])
     assert torch.equal(together[70:], alone)
+
+
+@pytest.mark.parametrize("layout", ["tokens", "heads", "joined"])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 4e-2)], ids=str
+)
+def test_separate_projections_equal_joined_ones(layout, dtype, tolerance):
+    if not is_native(dtype, 32):
+        pytest.skip("this machine's kernels do not compute with it")
+    torch.manual_seed(0)
+    qkv = torch.randn(2 * 70, 3, 4, 32).to(dtype)
+    parts = [part.view(2, 70, 4, 32) for part in qkv.unbind(1)]
+    if layout == "tokens":
+        parts = [part.contiguous() for part in parts]
+    if layout == "heads":
+        parts = [part.transpose(1, 2).contiguous().transpose(1, 2) for part in parts]
+    got = attend_both_ways(*parts, scale=0.25)
+    want = varlen_attention_reference(qkv, [Group(0, 2, 70)], scale=0.25)
+    torch.testing.assert_close(got.reshape(140, -1), want, atol=tolerance, rtol=tolerance)
 
 
 def test_the_choice_is_by_dtype_and_width():

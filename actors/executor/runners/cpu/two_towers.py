@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.device import DeviceInfo
+from trouper.actors.executor.media.functions import TowerFunctions
 from trouper.actors.executor.runners.cpu.process_resources import give_back_free_memory
 from trouper.actors.executor.runners.model_runner import Profiler
 from trouper.actors.executor.weights.tower import load_whole
@@ -92,7 +93,7 @@ class TwoTowerRunner:
         entries = plan.entries
         by_length: dict[int, list[int]] = {}
         found: dict[int, np.ndarray] = {}
-        with torch.inference_mode():
+        with torch.inference_mode(), TowerFunctions():
             for i, entry in enumerate(entries):
                 if entry.media:
                     found[i] = self._seen(entry.media[0])
