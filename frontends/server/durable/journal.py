@@ -38,8 +38,8 @@ RETRY_S = 10.0
 EXPIRY_S = 5.0
 
 
-class Batch:
-    """Records that are written together.
+class PendingRecords:
+    """Records to write together.
 
     Attributes:
         written: set when they are written, or when this has failed.
@@ -79,7 +79,7 @@ class Journal:
         self.grace_s, self.keeps_all = grace_s, keeps_all
         self.streams = DurableStreams(max_event_bytes, retain_s)
         # One for each open durable request, because each waits for its record.  While the disk stalls, at most all their tokens.
-        self._pending = Batch()
+        self._pending = PendingRecords()
         self._news = anyio.Event()
         self._one_thread, self._sync_thread = anyio.CapacityLimiter(1), anyio.CapacityLimiter(1)
         self._synced_s = self._expired_s = 0.0
@@ -189,11 +189,11 @@ class Journal:
             with anyio.CancelScope(shield=True):
                 await self._write_pending()
                 await anyio.to_thread.run_sync(self._close, limiter=self._one_thread)
-            # Nobody writes what comes now, so nobody may wait for it.
+            # No task writes what comes now, so no caller may wait for it.
             self._is_behind = True
             self._pending.released.set()
 
-    def _add(self, records: Sequence[Record]) -> Batch:
+    def _add(self, records: Sequence[Record]) -> PendingRecords:
         batch = self._pending
         if not batch.records:
             batch.since = time.monotonic()
@@ -211,7 +211,7 @@ class Journal:
         self._news = anyio.Event()
 
     async def _write_pending(self) -> None:
-        batch, self._pending = self._pending, Batch()
+        batch, self._pending = self._pending, PendingRecords()
         outcome, self._outcome = self._outcome, None
         batch.since = batch.since or time.monotonic()
         act = partial(self._act, batch.records, outcome)
@@ -223,7 +223,7 @@ class Journal:
                 self._note_written(batch, error)
             tasks.cancel_scope.cancel()
 
-    async def _release_late(self, batch: Batch) -> None:
+    async def _release_late(self, batch: PendingRecords) -> None:
         """Let the tokens of a batch go on if the disk takes too long, and those that wait behind it."""
         await anyio.sleep(max(0.0, batch.since + STALL_S - time.monotonic()))
         if batch.records:
@@ -232,7 +232,7 @@ class Journal:
             batch.released.set()
             self._pending.released.set()
 
-    def _note_written(self, batch: Batch, error: JournalError | None) -> None:
+    def _note_written(self, batch: PendingRecords, error: JournalError | None) -> None:
         batch.is_written = error is None
         if error is not None and not self._has_failed:
             words = "the journal cannot be written, answers do not outlive the server: %s"

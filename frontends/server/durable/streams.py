@@ -41,7 +41,7 @@ class Cursor(NamedTuple):
         """Read the cursor of a client.
 
         Raises:
-            HTTPError: it belongs to no stream with so many choices.
+            HTTPError: it belongs to no stream with this number of choices.
         """
         found = CURSOR.fullmatch(text) if len(text) <= MAX_CURSOR else None
         tokens = () if found is None else tuple(map(int, found[1].split(".")))
@@ -63,13 +63,13 @@ class Cursor(NamedTuple):
         return entry.cursor.tokens[entry.choice] <= self.tokens[entry.choice]
 
     def joined(self, other: "Cursor") -> "Cursor":
-        """Return the cursor of a client that has this one and reads an event at the other."""
+        """Return the cursor of a client with this one after an event at the other."""
         tokens = tuple(map(max, self.tokens, other.tokens))
         return Cursor(tokens, other.num_more)
 
 
 class LoggedEvent(NamedTuple):
-    """One event: its bytes, the choice that has advanced last, and its place.  The mark at the end has no place."""
+    """One event: its bytes, the last choice to advance, and its place.  The mark at the end has no place."""
 
     frame: bytes
     choice: int
@@ -114,7 +114,7 @@ class DurableStream:
         self.entries: list[LoggedEvent] = []
         self.num_bytes = 0
         self.num_readers = 0
-        # Set at the next event or at the end, if somebody waits for it.
+        # Set at the next event or at the end, if a reader waits for it.
         self._news: anyio.Event | None = None
         # Set when a reader comes and when the last one leaves.
         self.turn = anyio.Event()
@@ -140,7 +140,7 @@ class DurableStream:
         return Cursor(self._cursor.tokens, max(0, self._cursor.num_more))
 
     def restart(self, num_choices: int) -> None:
-        """Begin with the first event, for an answer with so many choices."""
+        """Begin with the first event, for an answer with this number of choices."""
         self.num_choices = num_choices
         self._choice, self._cursor = 0, Cursor((0,) * num_choices, -1)
 
@@ -303,7 +303,7 @@ class DurableStreams:
     def tidy(self, now: float) -> None:
         """Remove what is kept no longer, and drop the events of the oldest ended streams beyond the limit.
 
-        A stream that is being read stays.
+        A stream with readers stays.
         """
         idle = [s for s in self._streams.values() if s.is_over and not s.num_readers]
         for stream in idle:

@@ -106,7 +106,7 @@ def _first_cursor(stream: DurableStream, given: str | None) -> Cursor:
 
 
 def _is_wanted(given: str | None, cursor: Cursor, entry: LoggedEvent) -> bool:
-    """Return whether a client that has given a cursor lacks an event."""
+    """Return whether a client with this cursor lacks an event."""
     return given != END and (entry.is_end or given is None or not cursor.covers(entry))
 
 
