@@ -23,7 +23,7 @@ from trouper.errors import (
     invalid,
     out_of_vocabulary,
 )
-from trouper.sampling_fields import FIELDS, NOT_IMPLEMENTED, named
+from trouper.sampling_fields import FIELDS, NOT_IMPLEMENTED, DeviceFields, named
 from trouper.structured_outputs import StructuredOutputsParams
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy
@@ -77,7 +77,7 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True):
             raise invalid("min_count", "must be at least 2", self.min_count)
 
 
-class SamplingParams(msgspec.Struct):
+class SamplingParams(DeviceFields):
     """Parameters of how one request is sampled, stopped and returned.
 
     Names and defaults are vLLM's.  `stop` accepts up to 64 strings and `bad_words` up to 128, each
@@ -90,21 +90,12 @@ class SamplingParams(msgspec.Struct):
     """
 
     n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
     temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -142,7 +133,8 @@ class SamplingParams(msgspec.Struct):
                     parameter="n",
                     value=self.n,
                 )
-            self.top_p, self.top_k, self.min_p = 1.0, 0, 0.0
+            for name, default in _RESET_IF_GREEDY.items():
+                setattr(self, name, default)
 
     @classmethod
     def from_optional(cls, **kwargs: Any) -> "SamplingParams":
@@ -406,6 +398,9 @@ def _is_token_id(key: Any) -> bool:
     return isinstance(token, int) or (isinstance(token, str) and bool(TOKEN_ID.fullmatch(token)))
 
 
+_RESET_IF_GREEDY = {
+    name: getattr(DeviceFields(), name) for name, field in FIELDS.items() if field.forbids_unlikely
+}
 _INTEGERS, _NUMBERS, _FLAGS = map(named, ("integer", "number", "flag"))
 # Sorted, because `allowed_token_ids` must be checked first: a beam search derives `logprob_token_ids` from it.
 _ID_LISTS = tuple(sorted(named("token ids")))

@@ -11,6 +11,7 @@ import numpy as np
 
 from trouper.actors.messages.media import MediaItem
 from trouper.actors.messages.requests import Embeds, Grammar, GrammarReady, GrammarWork, SequenceId
+from trouper.sampling_fields import DeviceFields
 
 # Beyond it, a larger repetition penalty makes no difference to any sample.
 MAX_REPETITION = 1e30
@@ -18,30 +19,19 @@ MAX_REPETITION = 1e30
 NEVER = 2**31
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+class Sampling(DeviceFields, frozen=True, kw_only=True):  # pyright: ignore[reportGeneralTypeIssues]  # msgspec allows it
     """The sampling parameters of one sequence that the device applies.  Stop strings, for example, are not among them."""
 
     # 0 is greedy.
     temperature: float = 1.0
-    # 0 or less turns it off.
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
     # 64 bits, never None: the noise is a function of (seed, position, token).
     seed: int = 0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     # Empty allows all tokens.
     allowed_token_ids: tuple[int, ...] = ()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    min_tokens: int = 0
     # Masked until the output has `min_tokens` tokens.
     stop_ids: tuple[int, ...] = ()
-    # -1 returns the whole vocabulary.
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()
 
     @property

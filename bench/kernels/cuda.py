@@ -31,14 +31,15 @@ from trouper.kernels.cuda.qk_norm_rope_kv_write import (
 )
 from trouper.kernels.cuda.sampling.apply_penalties import apply_penalties, apply_penalties_reference
 from trouper.kernels.cuda.sampling.logprobs import top_logprobs, top_logprobs_reference
-from trouper.kernels.cuda.sampling.sample import sample, sample_reference
+from trouper.kernels.cuda.sampling.sample import sample
 from trouper.kernels.cuda.sampling.sampling_rows import SamplingRows, make_sampling_rows
-from trouper.kernels.cuda.sampling.top_k_top_p import top_k_top_p, top_k_top_p_reference
+from trouper.kernels.cuda.sampling.top_k_top_p import top_k_top_p
 from trouper.kernels.lora import LowRank, RowTable
 from trouper.kernels.reference.linear import linear_reference
 from trouper.kernels.reference.noise import gumbel
 from trouper.kernels.reference.norms import rope_table, silu_and_mul_reference
 from trouper.kernels.reference.paged_attention import paged_attention_reference
+from trouper.kernels.reference.sampling import PARAMETERS, ROW, top_k_top_p_reference
 
 # The number of compared tokens.  A reference in float64 takes longer than everything else.
 NUM_CHECKED = 8
@@ -326,7 +327,8 @@ class _Draw(NamedTuple):
         rows, ends = ids(s, np.arange(num)), ids(s, np.full(num, 3))
         sampling = make_sampling_rows(num, s.vocab, max_edits=8, device=s.device)
         for name, value in {"temperature": 1.0, **settings}.items():
-            getattr(sampling, name).fill_(value)
+            table = sampling.numbers(name) if name in PARAMETERS else getattr(sampling, name)
+            table.fill_(value)
         return cls(logits, logits.float(), rows, ends, ids(s, np.zeros((num, 8))), sampling)
 
     def case(self, run: Callable[[], Tensor], reference: Callable[[], Tensor], item: int) -> Case:
@@ -356,7 +358,8 @@ def thresholds(s: Shapes) -> Iterator[Case]:
 
     def reference() -> Tensor:
         first = d.logits[0].float().cpu()
-        return first[top_k_top_p_reference(first, TOP_K, TOP_P, -torch.inf)].min()[None]
+        row = d.sampling.parameters[0].cpu().numpy().view(ROW)[0]
+        return first[torch.from_numpy(top_k_top_p_reference(first.numpy(), row))].min()[None]
 
     def launch() -> Tensor:
         return top_k_top_p(d.logits, d.edited, d.rows, d.sampling, scratch=scratch)[0]
@@ -371,7 +374,7 @@ def draws(s: Shapes) -> Iterator[Case]:
     def reference() -> Tensor:
         first = d.logits[0].float().cpu()
         noise = gumbel(np.zeros(1, dtype=np.uint64), np.array([3]), np.arange(s.vocab))[0]
-        return torch.tensor([sample_reference(first, torch.ones_like(first).bool(), noise)])
+        return (first + noise).argmax()[None]
 
     launch = lambda: sample(d.logits, d.edited, d.rows, d.ends, *everything, d.tokens, d.sampling)  # noqa: E731
     yield d.case(launch, reference, s.item)

@@ -22,6 +22,7 @@ from trouper.actors.executor.runners.cuda.tables import Changes, Layout, views
 from trouper.actors.messages.requests import SequenceId
 from trouper.actors.messages.steps import NewSequence, Sampling, StepPlan
 from trouper.errors import TrouperValidationError
+from trouper.kernels.reference.sampling import PARAMETERS
 
 POISON = -(2**30)
 M, LONGEST, NUM_BLOCKS, VOCAB = 3, 10, 4, 45
@@ -167,13 +168,16 @@ def test_placing_a_row_changes_no_other(data):
     assert tokens[row, : len(new.token_ids)].tolist() == list(new.token_ids)
     assert blocks[row, : len(new.block_ids) + len(more)].tolist() == [*new.block_ids, *more]
     wish = new.sampling
-    assert s.temperature[row] == wish.temperature
-    assert s.top_k[row] == max(wish.top_k, 0)
-    assert s.top_p[row] == wish.top_p
-    assert s.log_min_p[row] == torch.tensor(wish.min_p).log()
-    assert int(s.seed[row]) % 2**64 == wish.seed % 2**64
-    assert [s.repetition[row], s.frequency[row], s.presence[row]] == [
-        wish.repetition_penalty, wish.frequency_penalty, wish.presence_penalty]  # fmt: skip
+    numbers = {name: s.numbers(name)[row].tolist() for name in PARAMETERS}
+    assert numbers.pop("seed") == np.array([wish.seed % 2**64], np.uint64).view(np.int32).tolist()
+    assert numbers.pop("log_min_p") == float(
+        torch.tensor(wish.min_p, dtype=torch.float64).log().float()
+    )
+    assert numbers == {
+        "temperature": wish.temperature, "top_k": max(wish.top_k, 0), "top_p": wish.top_p,
+        "repetition": wish.repetition_penalty, "frequency": wish.frequency_penalty,
+        "presence": wish.presence_penalty,
+    }  # fmt: skip
     assert s.num_prompt[row] == new.num_prompt
     if wish.allowed_token_ids:
         bits = (s.mask[row].unsqueeze(1) >> torch.arange(32) & 1).flatten()
@@ -192,7 +196,7 @@ def test_placing_a_row_changes_no_other(data):
     for i in range(len(wish.logit_bias), len(wish.logit_bias) + num_stops):
         assert s.edit_untils[row, i] == new.num_prompt + wish.min_tokens
     others = [i for i in range(M) if i != row]
-    for table in (tokens, blocks, s.mask, s.edit_ids, s.top_k, s.num_prompt):
+    for table in (tokens, blocks, s.mask, s.edit_ids, s.parameters, s.num_prompt):
         assert (table[others] == POISON).all()
 
 

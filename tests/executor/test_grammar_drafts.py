@@ -29,7 +29,7 @@ from trouper.actors.executor.speculation.matching import SEPARATOR, STEP_COSTS, 
 from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.messages.requests import Grammar, GrammarRules, ReasoningRules, SequenceId
 from trouper.actors.messages.steps import NewSequence, Sampling
-from trouper.kernels.cpu.sampling.row_layout import NOT_FINITE
+from trouper.kernels.reference.sampling import NOT_FINITE
 
 V, END, PROMPT = 32, 0, (9, 8, 7)
 symbols = st.integers(1, 4)

@@ -15,7 +15,7 @@ from trouper.actors.messages.steps import NewSequence, Sampling
 from trouper.actors.rendering.grammar.grammars import Grammars
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.config.model import DEMO_MODEL
-from trouper.kernels.cpu.sampling.row_layout import NOT_FINITE
+from trouper.kernels.reference.sampling import NOT_FINITE
 
 V, EOS, PROMPT = 4096, (0, 2), (5, 6)
 FIELDS = {"name": {"type": "string", "maxLength": 8}, "size": {"type": "integer"}, "kind": {"enum": ["big", "bigger"]}}  # fmt: skip

@@ -15,7 +15,7 @@ from trouper.actors.executor.sampling.sampler import (
 from trouper.actors.executor.steps.request_slots import PromptSpan, RequestSlots
 from trouper.actors.messages.requests import Embeds, SequenceId
 from trouper.actors.messages.steps import NewSequence, Sampling
-from trouper.kernels.cpu.sampling.row_layout import NOTHING_LEFT
+from trouper.kernels.reference.sampling import NOTHING_LEFT
 
 V = 50
 

@@ -13,7 +13,7 @@ from trouper.actors.executor.runners.cpu.draft_model import DraftModel
 from trouper.actors.executor.speculation.drafter import Drafter
 from trouper.actors.executor.speculation.matching import RUNS
 from trouper.config.model import DEMO_MODEL
-from trouper.kernels.cpu.sampling.row_layout import NOT_FINITE
+from trouper.kernels.reference.sampling import NOT_FINITE
 from trouper.structured_outputs import StructuredOutputsParams
 
 PROMPTS = [

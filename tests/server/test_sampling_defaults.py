@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import trouper
-from trouper.actors.messages.steps import Sampling
+from tests.server import sampling_page
 from trouper.config.args import EngineArgs
 from trouper.config.generation import (
     COMMON_SAMPLING,
@@ -21,12 +21,10 @@ from trouper.config.gguf.header import Gguf
 from trouper.config.model import ModelConfig
 from trouper.errors import TrouperValidationError
 from trouper.frontends.cli.arguments.options import SamplingOptions
-from trouper.frontends.server.anthropic.conversation import MessagesRequest
 from trouper.frontends.server.generation.requests import Generating
-from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest
-from trouper.frontends.server.responses.turn import ResponsesRequest
+from trouper.kernels.reference.sampling import PARAMETERS
 from trouper.params import SamplingParams
-from trouper.sampling_fields import BODY_FIELDS, DEVICE_FIELDS, FIELDS, NOT_IMPLEMENTED
+from trouper.sampling_fields import BODY_FIELDS, FIELDS, NOT_IMPLEMENTED, DeviceFields
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sampling.md").read_text()
 FRONTENDS = ("library", "terminal", "server", "batch")
@@ -144,38 +142,9 @@ def test_sampling_is_described_by_what_is_not_neutral():
     assert describe_sampling(COMMON_SAMPLING) == text
 
 
-# Names of a field in an API, where it has another there.
-OTHER_NAMES = {
-    "completions": {},
-    "chat": {"max_tokens": "max_tokens, max_completion_tokens"},
-    "responses": {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"},
-    "messages": {"stop": "stop_sequences"},
-}
-REQUESTS = {
-    "completions": CompletionRequest, "chat": ChatRequest,
-    "responses": ResponsesRequest, "messages": MessagesRequest,
-}  # fmt: skip
-
-
-def page_rows():
-    """Write the rows of the page's table: field, default, range, and its name for each API."""
-    options = {field.name for field in dataclasses.fields(SamplingOptions)} | {"n"}
-    ranges = {name: field.rule for name, field in FIELDS.items()}
-    fields, defaults = SamplingParams.__struct_fields__, SamplingParams.__struct_defaults__
-    for name, value in zip(fields, defaults, strict=True):
-        cells = [f"`{name}`", f"`{getattr(value, 'name', value)}`"]
-        cells.append(ranges.get(name, "" if name not in NOT_IMPLEMENTED else "only the default"))
-        cells.append(f"`--{name.replace('_', '-')}`" if name in options else "")
-        for api, request in REQUESTS.items():
-            shown = OTHER_NAMES[api].get(name, name)
-            known = set(shown.split(", ")) <= set(request.__struct_fields__)
-            cells.append(f"`{shown}`" if known else "")
-        yield f"| {' | '.join(cells)} |"
-
-
-def test_page_lists_every_field_with_its_default_range_and_names():
-    found = re.findall(r"^\| `\w+` \| `[^|]*` \|.*\|.*\|.*\|.*\|.*\|.*\|$", PAGE, re.MULTILINE)
-    assert found == list(page_rows())
+def test_page_has_the_table_of_the_declarations():
+    page = sampling_page.PAGE.read_text()
+    assert sampling_page.rendered(page) == page, "python -m tests.server.sampling_page writes it"
 
 
 def test_every_field_is_declared_once():
@@ -185,7 +154,6 @@ def test_every_field_is_declared_once():
 
 def test_declared_fields_exist_where_they_are_passed_on():
     assert set(BODY_FIELDS) <= set(Generating.__struct_fields__)
-    assert set(DEVICE_FIELDS) <= set(Sampling.__struct_fields__)
     options = {field.name for field in dataclasses.fields(SamplingOptions)}
     assert {name for name, field in FIELDS.items() if field.help} <= options
 
@@ -206,20 +174,30 @@ def test_the_page_names_the_common_defaults():
 
 
 @pytest.mark.parametrize(
-    "folders",
+    ("folders", "kernels", "elsewhere"),
     [
-        ("actors/executor/sampling", "actors/executor/runners/cpu"),
-        ("actors/executor/runners/cuda",),
+        # The CPU subtracts two penalties before its kernel runs.
+        (
+            ("actors/executor/sampling", "actors/executor/runners/cpu"),
+            "kernels/cpu/sampling",
+            {"frequency", "presence"},
+        ),
+        (("actors/executor/runners/cuda",), "kernels/cuda/sampling", set()),
     ],
     ids=["cpu", "cuda"],
 )
-def test_devices_read_every_field_of_theirs(folders):
-    root = Path(trouper.__file__).parent
-    sources = "".join(
-        path.read_text() for folder in folders for path in (root / folder).glob("*.py")
-    )
+def test_devices_read_every_field_of_theirs(folders, kernels, elsewhere):
+    def source(*folders):
+        root = Path(trouper.__file__).parent
+        return "".join(
+            path.read_text() for folder in folders for path in sorted((root / folder).glob("*.py"))
+        )
+
+    read = source("kernels/reference", *folders)
     # The scheduler turns prompt logprobs into the rows of a plan.
-    fields = set(DEVICE_FIELDS) - {"prompt_logprobs"}
+    fields = set(DeviceFields.__struct_fields__) - {"prompt_logprobs"}
     # `Sampling.repetition` is 1 for requests without a penalty.
-    names = {name: name.replace("repetition_penalty", "repetition") for name in fields}
-    assert {name for name in names.values() if not re.search(rf"\.{name}\b", sources)} == set()
+    names = {name.replace("repetition_penalty", "repetition") for name in fields}
+    assert {name for name in names if not re.search(rf"""[."']{name}\b""", read)} == set()
+    kernel = source(kernels)
+    assert {name for name in PARAMETERS if f'WORD["{name}"]' not in kernel} == elsewhere

@@ -34,8 +34,9 @@ SAMPLING_FIELDS = (
 COMMON_SAMPLING: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 # Fields that the line about the sampling shows after the temperature, unless their value changes nothing.
 SHOWN_FIELDS = (
-    "top_k", "top_p", "repetition_penalty", "min_p", "presence_penalty", "frequency_penalty"
-)  # fmt: skip
+    *(name for name, field in FIELDS.items() if field.forbids_unlikely),
+    *(name for name in FIELDS if name.endswith("_penalty")),
+)
 # Keys of a GGUF file, and the field that each sets.
 GGUF_KEYS = "general.sampling."
 GGUF_FIELDS = {
@@ -195,9 +196,9 @@ def describe_sampling(params: Mapping[str, Any]) -> str:
     else:
         parts = [f"temperature {temperature:g}"]
     neutral = {name: FIELDS[name].neutral for name in SHOWN_FIELDS}
-    if temperature < GREEDY_BELOW:
-        neutral = {name: values for name, values in neutral.items() if name.endswith("penalty")}
     for name, values in neutral.items():
+        if temperature < GREEDY_BELOW and FIELDS[name].forbids_unlikely:
+            continue
         value = params.get(name, values[0])
         if value not in values:
             parts.append(f"{name} {value:g}")

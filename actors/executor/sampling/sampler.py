@@ -20,7 +20,6 @@ absent from the table and cost nothing. Generated tokens are read from the reque
 only edit, as in many models' own generation configs, the sampling kernel applies it.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise, takewhile
@@ -36,8 +35,15 @@ from trouper.actors.executor.sampling.grammar import GRAMMAR_ERROR, GrammarMasks
 from trouper.actors.executor.steps.request_slots import PromptSpan, RequestSlots
 from trouper.actors.messages.requests import Grammar, GrammarWork
 from trouper.actors.messages.steps import EntryFailure, Sampling, StepDone, StepPlan, TokenLogprobs
-from trouper.kernels.cpu.sampling.row_layout import NOT_FINITE, NOTHING_LEFT, ROW
-from trouper.kernels.cpu.sampling.sample import apply_repetition_penalty_reference_, sample
+from trouper.kernels.cpu.sampling.sample import sample
+from trouper.kernels.reference.sampling import (
+    NOT_FINITE,
+    NOTHING_LEFT,
+    ROW,
+    allows_all,
+    apply_repetition_penalty_reference_,
+    row_of,
+)
 
 FAILURES: dict[int, EntryFailure] = {
     NOT_FINITE: "not_finite",
@@ -261,10 +267,6 @@ def _ids(token_ids: Sequence[int]) -> Tensor | None:
     return torch.tensor(token_ids) if token_ids else None
 
 
-# Larger than any vocabulary.
-NO_TOP_K = 2**31 - 1
-
-
 class Sampled(msgspec.Struct, frozen=True):
     """The tokens of the slots that sampled.
 
@@ -316,12 +318,9 @@ class Sampler:
         """
         repetition = self._penalties.place(slot)
         s = self._slots.sampling[slot]
-        is_free = s.temperature == 0 or (s.top_k <= 0 and s.top_p == 1 and not s.min_p)
-        self.grammars.place(slot, grammar, is_plain=is_free and repetition == 1)
-        log_min_p = math.log(s.min_p) if s.min_p else -math.inf
-        top_k = min(s.top_k, NO_TOP_K)
-        seed = s.seed % 2**64
-        self._parameters[slot] = (seed, s.temperature, s.top_p, log_min_p, top_k, repetition)
+        self.grammars.place(slot, grammar, is_plain=allows_all(s) and repetition == 1)
+        self._parameters[slot] = row_of(s)
+        self._parameters["repetition"][slot] = repetition
         self._wishes.pop(slot, None)
         if s.logprobs is not None or s.logprob_token_ids:
             self._wishes[slot] = s

@@ -24,11 +24,10 @@ from trouper.actors.scheduling.state.kv_blocks import FIRST_PARENT, block_hash
 from trouper.config.scheduler_config import SchedulerConfig
 from trouper.outputs import FinishReason
 from trouper.params import RepetitionDetectionParams
-from trouper.sampling_fields import DEVICE_FIELDS, named
+from trouper.sampling_fields import DeviceFields
 
 # Negative priority, arrival time, number of the request, index of the sequence.  A smaller order runs first; all are different.
 Order = tuple[int, float, int, int]
-DEVICE_IDS = [name for name in named("token ids") if name in DEVICE_FIELDS]
 
 
 class State(Enum):
@@ -327,12 +326,12 @@ def _sampling(admit: Admit, stop_ids: list[int], engine_seed: int) -> Sampling:
     seed = params.seed
     if seed is None:
         seed = derived_seed(engine_seed, admit.id)
+    given = {name: getattr(params, name) for name in DeviceFields.__struct_fields__}
     # Structs with immutable fields cross to the device, so lists become tuples.
-    given = {name: getattr(params, name) for name in DEVICE_FIELDS}
-    for name in DEVICE_IDS:
-        given[name] = tuple(given[name] or ())
     return Sampling(
         **given,
+        logprob_token_ids=tuple(params.logprob_token_ids or ()),
+        allowed_token_ids=tuple(params.allowed_token_ids or ()),
         temperature=0.0 if params.is_greedy else params.temperature,
         seed=seed,
         logit_bias=tuple((params.logit_bias or {}).items()),

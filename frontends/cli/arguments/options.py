@@ -164,25 +164,32 @@ def _sampling(text: str, *names: str, metavar: str | None = None) -> Any:
 MATCHED = ("json_object", "regex", "choice")  # options that become fields of `structured_outputs`
 
 
+OPTION_TYPES = {"integer": int | None, "number": float | None, "flag": bool}
+# The options of the sampling fields with a help text, from their declarations.
+DeclaredOptions: Any = dataclasses.make_dataclass(
+    "DeclaredOptions",
+    [
+        (
+            name,
+            Annotated[
+                OPTION_TYPES[field.kind], _sampling(field.help, f"--{name.replace('_', '-')}")
+            ],
+            False if field.kind == "flag" else None,
+        )
+        for name, field in FIELDS.items()
+        if field.help and field.kind in OPTION_TYPES
+    ],
+)
+
+
 @dataclasses.dataclass
-class SamplingOptions:
+class SamplingOptions(DeclaredOptions):
     """The sampling options of a command line; None leaves the model's own default.
 
     Commands share them, and `/set` in a session changes them.  Help texts come from the declarations of the fields.
     """
 
-    max_tokens: Annotated[int | None, _sampling(FIELDS["max_tokens"].help)] = None
-    min_tokens: Annotated[int | None, _sampling(FIELDS["min_tokens"].help)] = None
-    temperature: Annotated[float | None, _sampling(FIELDS["temperature"].help)] = None
-    top_p: Annotated[float | None, _sampling(FIELDS["top_p"].help)] = None
-    top_k: Annotated[int | None, _sampling(FIELDS["top_k"].help)] = None
-    min_p: Annotated[float | None, _sampling(FIELDS["min_p"].help)] = None
-    presence_penalty: Annotated[float | None, _sampling(FIELDS["presence_penalty"].help)] = None
-    frequency_penalty: Annotated[float | None, _sampling(FIELDS["frequency_penalty"].help)] = None
-    repetition_penalty: Annotated[float | None, _sampling(FIELDS["repetition_penalty"].help)] = None
-    seed: Annotated[int | None, _sampling(FIELDS["seed"].help)] = None
     stop: Annotated[list[str] | None, _sampling(FIELDS["stop"].help, metavar="TEXT")] = None
-    ignore_eos: Annotated[bool, _sampling(FIELDS["ignore_eos"].help, "--ignore-eos")] = False
     json_schema: Annotated[
         str | None,
         _sampling(

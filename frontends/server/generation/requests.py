@@ -5,7 +5,7 @@ The table in `fields.py` decides about all other fields.
 The engine checks ranges, so they are not checked here a second time: one validator gives one answer.
 """
 
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -13,6 +13,7 @@ from msgspec import Meta
 from trouper.actors.messages.requests import ClientOptions
 from trouper.frontends.server.shared import fields
 from trouper.params import RepetitionDetectionParams
+from trouper.sampling_fields import FIELDS
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Timestamp = Annotated[int, Meta(ge=0)]
@@ -37,7 +38,25 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     format: dict[str, Any] | None = None
 
 
-class SamplingFields(ClientOptions, frozen=False, kw_only=True):  # pyright: ignore[reportGeneralTypeIssues]  # msgspec allows it
+JSON_TYPES = {"integer": int, "number": float, "flag": bool, "token ids": list[int]}
+# The sampling fields of all APIs that are a number, a flag or a list of ids, from their declarations.  They are read by name only.
+if TYPE_CHECKING:
+    DeclaredFields = ClientOptions
+else:
+    DeclaredFields = msgspec.defstruct(
+        "DeclaredFields",
+        [
+            (name, JSON_TYPES[field.kind] | None, None)
+            for name, field in FIELDS.items()
+            if field.bodies == "all" and field.kind in JSON_TYPES
+        ],
+        bases=(ClientOptions,),
+        frozen=False,
+        kw_only=True,
+    )
+
+
+class SamplingFields(DeclaredFields, frozen=False, kw_only=True):  # pyright: ignore[reportGeneralTypeIssues]  # msgspec allows it
     """Fields of all generating APIs.  They have the same meaning in each and reach the engine unchanged.
 
     Each is None if the client has not set it; then the model's default applies.
@@ -46,27 +65,14 @@ class SamplingFields(ClientOptions, frozen=False, kw_only=True):  # pyright: ign
     OTHERS: ClassVar[fields.Others] = fields.NONE
 
     model: str | None = None
-    min_tokens: int | None = None
+    # Some adapters read or set these three, so they are declared for the type checker, too.
     temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_detection: RepetitionDetectionParams | None = None
     seed: int | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
     thinking_token_budget: int | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
+    logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
     stream: bool | None = None
-    stream_interval: int | None = None
     priority: Int64 | None = None
     request_id: str | None = None
     session_id: str | None = None

@@ -429,9 +429,8 @@ def _finish(reply: InfillReply, completion: CompletionOutput, output: RequestOut
 def _completion(request: LlamaFields, max_tokens: int) -> CompletionRequest:
     """Return the completion that is sampled alike."""
     fields = {name: getattr(request, name) for name in SAME_NAME}
-    return CompletionRequest(
-        max_tokens=max_tokens, repetition_penalty=request.repeat_penalty, **fields
-    )
+    fields["repetition_penalty"] = request.repeat_penalty
+    return CompletionRequest(max_tokens=max_tokens, **fields)
 
 
 def _stop(reason: FinishReason, stop_reason: int | str | None) -> tuple[str, str]:

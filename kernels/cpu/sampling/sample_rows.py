@@ -1,31 +1,181 @@
-"""The kernel of `sample.py`.
+"""The kernel of `sample.py`: which tokens of a row may be drawn, and the draw, in the kernel language and without a sort.
 
-A row takes one pass that tests whether it is finite, two passes over the tokens that have occurred, one that finds the
-largest logit, the passes of `top_k_top_p.py`, and one that finds the largest sum of logit and noise.
+    kept: the tokens above `cut`, and the first `ties` tokens equal to it, by rising id
 
-Roofline: 4 V bytes from memory, then 8 V from the second cache.  For sixteen tokens the test takes 2 instructions and the
-largest logit 2; the last pass takes 4 if no token is kept, about 25 if one is kept, and 70 if its noise may be large
-enough, which happens about ten times in a row.
+min-p comes first.  Top-k keeps the k largest of the logits that min-p leaves.  Of these, in falling order, top-p keeps
+each token if its predecessors have less than p of the mass.  Both are the same search: keep a token while the weight of
+the tokens before it is below a target.  For top-k the weights are one and the target is k; for top-p they are e^x and
+p · mass.
+
+The noise is in (-2.82, 16.64), so a logit more than 19.5 below the best, after temperature, is never drawn.  The others are
+copied, and the copy is narrowed by halving its range until it contains the equal values at which the target is reached.
+The tokens out of reach that top-k keeps are not part of the mass for top-p: less than k · 3.4e-9 of the best token's.
+
+Roofline: 4 V bytes from memory; later passes read the second cache.  For sixteen tokens the test for finite logits takes 2
+instructions, the largest logit 2, a mass about 20, sixteen copied tokens 15, and narrowing two or three times as many.
+The last pass takes 4 if no token is kept, about 25 if one is kept, and 70 if its noise may be large enough, which happens
+about ten times in a row.
 """
 
 import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from trouper.kernels.codegen.builder import KernelBuilder
-from trouper.kernels.codegen.core import Pointer, Value
+from trouper.kernels.codegen.core import Pointer, Value, Var
 from trouper.kernels.codegen.units import LANES
-from trouper.kernels.cpu.sampling.row_layout import (
-    LOG_MIN_P,
-    NOT_FINITE,
-    NOTHING_LEFT,
-    REPETITION,
-    ROW_WORDS,
-    SEED,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
-)
-from trouper.kernels.cpu.sampling.top_k_top_p import LOG2_E, Kept, Row, top_k_top_p
 from trouper.kernels.reference.noise import MULTIPLIERS
+from trouper.kernels.reference.sampling import NOT_FINITE, NOTHING_LEFT, ROW_WORDS, WORD
+
+REACH = 19.5  # 16.64 + 2.82, rounded up
+LOG2_E = 1.4426950408889634
+
+
+class Row(NamedTuple):
+    values: Pointer  # float32, at least sixteen tokens
+    length: Value
+    best: Value  # above -inf
+    temperature: Value
+    words: Pointer  # the row's `ROW`
+    held: Pointer  # memory for `held_bytes`
+
+
+class Kept(NamedTuple):
+    cut: Var
+    ties: Var  # as a float
+    # The number of tokens equal to the cut, if `ties` may be smaller.
+    found: Var
+
+
+def held_bytes(vocab_size: int) -> int:
+    """Count the bytes for a copy of a row of logits.
+
+    The last store and load may reach beyond the row, and this excess is included.
+    """
+    return 4 * (-(-vocab_size // LANES) + 2) * LANES
+
+
+def top_k_top_p(code: KernelBuilder, row: Row) -> Kept:
+    numbers = row.words.of("f32")
+    top_p, top_k = numbers[WORD["top_p"]], code.sign_extend(row.words[WORD["top_k"]])
+    floor = row.best + numbers[WORD["log_min_p"]] * row.temperature
+    in_reach = code.maximum(floor, row.best - row.temperature * REACH)
+    kept = Kept(code.var(in_reach), code.var(code.f32(row.length)), code.var(0.0))
+    counted, of_ties = code.var(-math.inf), code.var(0.0)
+    scale = code.f32(LOG2_E) / row.temperature
+
+    def one(x: Value) -> Value:
+        return code.f32x16(1.0)
+
+    def probability(x: Value) -> Value:
+        return code.exp2((x - row.best) * scale)
+
+    with code.when((top_k > 0) & (top_k < row.length)):
+        copy = _Copy(code, row.held)
+        for x in _tokens(code, row):
+            copy.add(x, x >= kept.cut)
+        _narrow(code, copy, one, code.f32(top_k), kept)
+        counted.set(kept.cut)
+        of_ties.set(kept.ties * code.reduce_max(probability(code.f32x16(kept.cut))))
+    with code.when(top_p < 1.0):
+        mass = code.var(code.f32x16(0.0))
+        for x in _tokens(code, row):
+            is_counted = (x >= floor) & (x > counted)
+            mass.set(mass + code.select(is_counted, probability(x), 0.0))
+        total = code.reduce_sum(mass) + of_ties
+        # Tokens below this probability have less than 1 - p together.  Half of it allows for rounding.
+        negligible = (1.0 - top_p) * total * 0.5 / code.f32(row.length)
+        logarithm = code.reduce_max(code.log(code.f32x16(negligible)))
+        needed = code.maximum(row.best + logarithm * row.temperature, kept.cut)
+        copy = _Copy(code, row.held)
+        for x in _tokens(code, row):
+            copy.add(x, x >= needed)
+        _narrow(code, copy, probability, top_p * total, kept)
+    return kept
+
+
+def _tokens(code: KernelBuilder, row: Row) -> Iterator[Value]:
+    """Yield sixteen logits at a time.
+
+    The last vector overlaps the one before, and its repeated lanes are -inf.
+    """
+    for start in code.loop(0, row.length, LANES):
+        first = code.minimum(start, row.length - LANES)
+        is_new = code.lane_ids() >= code.i32x16(code.truncate(start - first, "i32"))
+        yield code.select(is_new, row.values.load(first), -math.inf)
+
+
+class _Copy:
+    """A copy of some logits in order."""
+
+    def __init__(self, code: KernelBuilder, held: Pointer) -> None:
+        self._code, self._held = code, held
+        self.count = code.var(0)
+        self._least, self._most = code.var(code.f32x16(0.0)), code.var(code.f32x16(0.0))
+        self._begin()
+
+    def _begin(self) -> None:
+        self.count.set(0)
+        self._least.set(math.inf)
+        self._most.set(-math.inf)
+
+    def add(self, x: Value, is_wanted: Value) -> None:
+        code = self._code
+        with code.when(code.any(is_wanted)):
+            self._held.store(self.count, code.compress(x, is_wanted))
+            self.count.set(self.count + code.count(is_wanted))
+            least, most = code.minimum(x, self._least), code.maximum(x, self._most)
+            self._least.set(code.select(is_wanted, least, self._least))
+            self._most.set(code.select(is_wanted, most, self._most))
+
+    def range(self) -> tuple[Value, Value]:
+        """Return the smallest and the largest value.  Writes -inf behind the last value, where `values` may read."""
+        self._held.store(self.count, self._code.f32x16(-math.inf))
+        return self._code.reduce_min(self._least), self._code.reduce_max(self._most)
+
+    def values(self) -> Iterator[Value]:
+        for i in self._code.loop(0, self.count, LANES):
+            yield self._held.load(i)
+
+    def keep(self, above: Value, to: Value) -> None:
+        """Keep only the values that are greater than `above` and at most `to`."""
+        count = Value(self._code, self.count.ir)
+        self._begin()
+        for i in self._code.loop(0, count, LANES):
+            x = self._held.load(i)
+            self.add(x, (x > above) & (x <= to))
+
+
+def _narrow(
+    code: KernelBuilder, copy: _Copy, weigh: Callable[[Value], Value], target: Value, kept: Kept
+) -> None:
+    """Keep the values with less than the target before them, or the whole copy if its weight is smaller."""
+    low, high = map(code.var, copy.range())
+    before = code.var(0.0)
+    for _ in code.while_(low, high):
+        middle = low + (high - low) * 0.5
+        # The middle may have been rounded up, or be infinite.
+        middle = code.select(middle < high, middle, low)
+        weight = code.var(code.f32x16(0.0))
+        for x in copy.values():
+            weight.set(weight + code.select(x > middle, weigh(x), 0.0))
+        above = before + code.reduce_sum(weight)
+        is_above = above >= target
+        before.set(code.select(is_above, before, above))
+        copy.keep(code.select(is_above, middle, -math.inf), code.select(is_above, high, middle))
+        least, most = copy.range()
+        low.set(least)
+        high.set(most)
+    found = code.f32(copy.count)
+    wanted = code.f32x16(target - before) / weigh(code.f32x16(high))
+    wanted = code.minimum(code.maximum(wanted, code.f32x16(1.0)), code.f32x16(found))
+    whole = code.to_f32x16(code.round_i32x16(wanted))
+    ties = code.reduce_max(whole + code.select(whole < wanted, code.f32x16(1.0), 0.0))
+    fewer = code.minimum(ties, kept.ties)
+    kept.ties.set(code.select(kept.cut.equals(high), fewer, ties))
+    kept.cut.set(high)
+    kept.found.set(found)
+
 
 # The tolerance in logarithms to base 2, far more than the real error.
 ROUNDING = 2.0**-6
@@ -49,7 +199,7 @@ def sample_rows(code: KernelBuilder) -> None:
         words = code.pointer(parameters, "i32") + row * ROW_WORDS
         ids = code.pointer(occurred, "i64") + row * occurred_stride
         with code.when(place >= 0):
-            repetition = words.of("f32")[REPETITION]
+            repetition = words.of("f32")[WORD["repetition"]]
             is_spoiled = code.var(0)
             with code.when(repetition > 0.0):
                 is_spoiled.set(code.select(_is_finite(code, values, length), 0, 1))
@@ -120,22 +270,12 @@ def _draw(
     position: Value,
     held: Pointer,
 ) -> None:
-    numbers = words.of("f32")
-    temperature = numbers[TEMPERATURE]
-    row = Row(
-        values,
-        length,
-        _largest(code, values, length),
-        temperature,
-        log_min_p=numbers[LOG_MIN_P],
-        top_k=code.sign_extend(words[TOP_K]),
-        top_p=numbers[TOP_P],
-        held=held,
-    )
+    temperature = words.of("f32")[WORD["temperature"]]
+    row = Row(values, length, _largest(code, values, length), temperature, words, held)
     with code.when((row.best > -math.inf) & temperature.equals(0.0)):
         token[0] = _first_of_largest(code, row)
     with code.when((row.best > -math.inf) & (temperature > 0.0)):
-        seed = words + SEED
+        seed = words + WORD["seed"]
         position = code.truncate(position, "i32")
         keys = _keys(code, *(code.i32x16(x) for x in (position, seed[0], seed[1])))
         token[0] = _drawn(code, row, keys)

@@ -19,7 +19,12 @@ import triton.language as tl
 from torch import Tensor
 
 from trouper.kernels.cuda.launch import config_of
-from trouper.kernels.cuda.sampling.sampling_rows import BLOCKS, SamplingRows
+from trouper.kernels.cuda.sampling.sampling_rows import BLOCKS, SamplingRows, load_number
+from trouper.kernels.reference.sampling import WORD
+
+_REPETITION = tl.constexpr(WORD["repetition"])
+_FREQUENCY = tl.constexpr(WORD["frequency"])
+_PRESENCE = tl.constexpr(WORD["presence"])
 
 
 @triton.jit
@@ -29,9 +34,7 @@ def _apply_penalties_kernel(
     rows_ptr,
     ends_ptr,
     tokens_ptr,
-    repetition_ptr,
-    frequency_ptr,
-    presence_ptr,
+    parameters_ptr,
     num_prompt_ptr,
     is_edited_ptr,
     is_masked_ptr,
@@ -85,9 +88,9 @@ def _apply_penalties_kernel(
                 differ = tl.sum(((wanted != output) & (j < length)).to(tl.int32), 0)
                 applies = applies & has_room & (differ == 0)
             x = tl.where((token == token_id) & applies, x + tl.load(edit_values_ptr + at), x)
-    repetition = tl.load(repetition_ptr + row)
-    frequency = tl.load(frequency_ptr + row)
-    presence = tl.load(presence_ptr + row)
+    repetition = load_number(parameters_ptr, row, _REPETITION)
+    frequency = load_number(parameters_ptr, row, _FREQUENCY)
+    presence = load_number(parameters_ptr, row, _PRESENCE)
     if (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0):
         history = tl.load(history_ptr + row * V + token, mask=in_range, other=0)
         penalised = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
@@ -124,9 +127,7 @@ def apply_penalties(
         rows_R,
         ends_R,
         tokens,
-        sampling.repetition,
-        sampling.frequency,
-        sampling.presence,
+        sampling.parameters,
         sampling.num_prompt,
         sampling.is_edited,
         sampling.is_masked,
@@ -167,9 +168,9 @@ def apply_penalties_reference(
             x[sampling.edit_ids[row, edit]] += sampling.edit_values[row, edit].double()
     history = sampling.history[row]
     count = (history >> 1).double()
-    repetition = sampling.repetition[row].double()
+    repetition = sampling.numbers("repetition")[row].double()
     penalised = torch.where(x > 0, x / repetition, x * repetition)
     x = torch.where(history != 0, penalised, x)
-    x = x - sampling.frequency[row].double() * count
-    x = x - sampling.presence[row].double() * (count > 0)
+    x = x - sampling.numbers("frequency")[row].double() * count
+    x = x - sampling.numbers("presence")[row].double() * (count > 0)
     return x.masked_fill(~logits_V.isfinite(), torch.nan).float()

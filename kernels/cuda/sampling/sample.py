@@ -25,10 +25,19 @@ import triton.language as tl
 from torch import Tensor
 
 from trouper.kernels.cuda.launch import MERGE, config_of
-from trouper.kernels.cuda.sampling.sampling_rows import BLOCKS, SamplingRows, load_scaled
+from trouper.kernels.cuda.sampling.sampling_rows import (
+    BLOCKS,
+    TEMPERATURE,
+    SamplingRows,
+    load_number,
+    load_scaled,
+    load_word,
+)
+from trouper.kernels.reference.sampling import WORD
 
 _A = tl.constexpr(0x7FEB352D)
 _B = tl.constexpr(0x846CA68B)
+_SEED = tl.constexpr(WORD["seed"])
 
 
 @triton.jit
@@ -42,13 +51,11 @@ def gumbel(key0, key1, token_ids):
 
 
 @triton.jit
-def row_keys(seed, position):
-    """Return two uint32 words for a seed (int64) and a position (int32).
+def row_keys(low, high, position):
+    """Return two uint32 words for the two words of a seed, uint32, and a position, int32.
 
     Together with a token id they determine its noise; the CPU computes the same words.
     """
-    low = seed.to(tl.uint32)
-    high = (seed >> 32).to(tl.uint32)
     mixed = hash32(hash32(position.to(tl.uint32), low, high), high, low)
     return mixed, hash32(mixed ^ low, high, low ^ low)
 
@@ -90,8 +97,7 @@ def _best_of_block_kernel(
     ends_ptr,
     threshold_ptr,
     last_tie_ptr,
-    temperature_ptr,
-    seed_ptr,
+    parameters_ptr,
     is_edited_ptr,
     values_ptr,
     ids_ptr,
@@ -102,7 +108,7 @@ def _best_of_block_kernel(
     row = tl.load(rows_ptr + i).to(tl.int64)
     if row < 0:
         return
-    temperature = tl.load(temperature_ptr + row)
+    temperature = load_number(parameters_ptr, row, TEMPERATURE)
     is_edited = tl.load(is_edited_ptr + row)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     in_range = token < V
@@ -113,7 +119,9 @@ def _best_of_block_kernel(
     if temperature > 0:
         threshold = tl.load(threshold_ptr + i)
         is_tie = (x == threshold) & (token <= tl.load(last_tie_ptr + i))
-        key0, key1 = row_keys(tl.load(seed_ptr + row), tl.load(ends_ptr + i))
+        low = load_word(parameters_ptr, row, _SEED).to(tl.uint32)
+        high = load_word(parameters_ptr, row, _SEED + 1).to(tl.uint32)
+        key0, key1 = row_keys(low, high, tl.load(ends_ptr + i))
         x = tl.where((x > threshold) | is_tie, x + gumbel(key0, key1, token), float("-inf"))
     # Triton does not define whether a maximum with NaN is NaN.
     x = tl.where(x == x, x, float("-inf"))
@@ -187,8 +195,7 @@ def sample(
         ends_R,
         threshold_R,
         last_tie_R,
-        sampling.temperature,
-        sampling.seed,
+        sampling.parameters,
         sampling.is_edited,
         values,
         ids,
@@ -230,17 +237,3 @@ def put_tokens_(sampled_R: Tensor, rows_R: Tensor, ends_R: Tensor, tokens: Tenso
     _put_tokens_kernel[(len(sampled_R),)](
         sampled_R, rows_R, ends_R, tokens, tokens.stride(0), **MERGE
     )
-
-
-def sample_reference(scaled_V: Tensor, kept_V: Tensor, noise_V: Tensor | None) -> int:
-    """Sample one row.
-
-    Args:
-        scaled_V: the row's logits divided by temperature.
-        noise_V: the noise of `kernels/reference/noise.py`, or None for a greedy row.
-    """
-    if scaled_V.isnan().any() or not scaled_V.isfinite().any():
-        return -1
-    if noise_V is None:
-        return int(scaled_V.argmax())
-    return int((scaled_V + noise_V).masked_fill(~kept_V, -torch.inf).argmax())

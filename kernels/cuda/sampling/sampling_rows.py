@@ -8,12 +8,14 @@ until the row has its minimum length, and to the last token of a bad word while 
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from trouper.kernels.cuda.launch import Table
+from trouper.kernels.reference.sampling import NEUTRAL, ROW, ROW_WORDS, WORD
 
 # The end position of an edit that always applies.
 NEVER = 2**31 - 1
@@ -28,14 +30,7 @@ class SamplingRows(NamedTuple):
     It is written when a request gets a row; steps also write `history` and `mask`.
     """
 
-    temperature: Tensor  # [M] float32; 0 is greedy
-    top_k: Tensor  # [M] int32; 0, or at least V, is off
-    top_p: Tensor  # [M] float32; 1 is off
-    log_min_p: Tensor  # [M] float32; -inf is off
-    seed: Tensor  # [M] int64: the 64 bits of the seed
-    repetition: Tensor  # [M] float32; 1 is off
-    frequency: Tensor  # [M] float32
-    presence: Tensor  # [M] float32
+    parameters: Tensor  # [M, ROW_WORDS] int32: the `ROW` of `kernels/reference/sampling.py`
     num_prompt: Tensor  # [M] int32
     is_edited: Tensor  # [M] int32: 1 if logits change before the draw
     is_masked: Tensor  # [M] int32: 1 if `mask` applies
@@ -47,6 +42,14 @@ class SamplingRows(NamedTuple):
     edit_untils: Tensor  # [M, K] int32: applies to tokens at earlier positions
     edit_lengths: Tensor  # [M, K] int32: tokens of the condition, or 0
     edit_conditions: Tensor  # [M, K, L] int32: the end of the output that the edit requires
+
+    def numbers(self, name: str) -> Tensor:
+        """Return one number of every row, as a view [M] of `parameters`.  The seed is [M, 2] words of 32 bits."""
+        first = WORD[name]
+        if ROW[name].itemsize == 8:
+            return self.parameters[:, first : first + 2]
+        dtype = torch.float32 if ROW[name] == np.float32 else torch.int32
+        return self.parameters[:, first].view(dtype)
 
 
 def make_sampling_rows(
@@ -64,14 +67,7 @@ def make_sampling_rows(
 
     float32, int32 = torch.float32, torch.int32
     return SamplingRows(
-        temperature=rows(0, float32),
-        top_k=rows(0, int32),
-        top_p=rows(1, float32),
-        log_min_p=rows(-torch.inf, float32),
-        seed=rows(0, torch.int64),
-        repetition=rows(1, float32),
-        frequency=rows(0, float32),
-        presence=rows(0, float32),
+        parameters=torch.from_numpy(NEUTRAL.view(np.int32)).repeat(num_rows, 1).to(device),
         num_prompt=rows(0, int32),
         is_edited=rows(0, int32),
         is_masked=rows(0, int32),
@@ -84,6 +80,22 @@ def make_sampling_rows(
         edit_lengths=rows(0, int32, max_edits),
         edit_conditions=rows(0, int32, max_edits, max_condition),
     )
+
+
+_ROW_WORDS = tl.constexpr(ROW_WORDS)
+TEMPERATURE = tl.constexpr(WORD["temperature"])
+
+
+@triton.jit
+def load_number(parameters_ptr, row, word):
+    """Load one float32 of a row: `word` is its index in a `ROW`."""
+    return tl.load(parameters_ptr + row * _ROW_WORDS + word).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_word(parameters_ptr, row, word):
+    """Load one int32 of a row: `word` is its index in a `ROW`."""
+    return tl.load(parameters_ptr + row * _ROW_WORDS + word)
 
 
 @triton.jit

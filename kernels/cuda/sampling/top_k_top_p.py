@@ -22,11 +22,21 @@ import triton.language as tl
 from torch import Tensor
 
 from trouper.kernels.cuda.launch import Table, config_of
-from trouper.kernels.cuda.sampling.sampling_rows import SamplingRows, load_scaled
+from trouper.kernels.cuda.sampling.sampling_rows import (
+    TEMPERATURE,
+    SamplingRows,
+    load_number,
+    load_scaled,
+    load_word,
+)
+from trouper.kernels.reference.sampling import WORD
 
 REACH = tl.constexpr(19.5)  # 16.64 + 2.82, rounded up
 # The order of the smallest finite float.
 LEAST_ORDER = tl.constexpr(-2139095040)
+_TOP_K = tl.constexpr(WORD["top_k"])
+_TOP_P = tl.constexpr(WORD["top_p"])
+_LOG_MIN_P = tl.constexpr(WORD["log_min_p"])
 
 # By V.
 CONFIGS: Table = {"sm_90": ((1 << 30, {"BLOCK": 2048, "num_warps": 16}),)}
@@ -117,10 +127,7 @@ def _top_k_top_p_kernel(
     edited_ptr,
     candidates_ptr,
     rows_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    log_min_p_ptr,
+    parameters_ptr,
     is_edited_ptr,
     threshold_ptr,
     last_tie_ptr,
@@ -133,10 +140,10 @@ def _top_k_top_p_kernel(
     tl.store(last_tie_ptr + i, V)
     if row < 0:
         return
-    temperature = tl.load(temperature_ptr + row)
-    top_k = tl.load(top_k_ptr + row)
-    top_p = tl.load(top_p_ptr + row)
-    log_min_p = tl.load(log_min_p_ptr + row)
+    temperature = load_number(parameters_ptr, row, TEMPERATURE)
+    top_k = load_word(parameters_ptr, row, _TOP_K)
+    top_p = load_number(parameters_ptr, row, _TOP_P)
+    log_min_p = load_number(parameters_ptr, row, _LOG_MIN_P)
     has_top_k = (top_k > 0) & (top_k < V)
     if (temperature == 0) | ((log_min_p == float("-inf")) & (top_p >= 1) & (has_top_k == 0)):
         return
@@ -239,10 +246,7 @@ def top_k_top_p(
         edited_RV,
         scratch,
         rows_R,
-        sampling.temperature,
-        sampling.top_k,
-        sampling.top_p,
-        sampling.log_min_p,
+        sampling.parameters,
         sampling.is_edited,
         threshold_R,
         last_tie_R,
@@ -250,18 +254,3 @@ def top_k_top_p(
         **config_of(CONFIGS, logits_RV.device, vocab_size),
     )
     return threshold_R, last_tie_R
-
-
-def top_k_top_p_reference(scaled_V: Tensor, top_k: int, top_p: float, log_min_p: float) -> Tensor:
-    """Return the kept tokens of a row, [V] bool, computed by a stable sort in float64.
-
-    Tests compare the kernel's cut without a sort with it.
-    """
-    values, ids = scaled_V.sort(descending=True, stable=True)
-    kept = values >= (values[0] + log_min_p)
-    if 0 < top_k < len(values):
-        kept &= torch.arange(len(values)) < top_k
-    if top_p < 1:
-        mass = values.double().masked_fill(~kept, -torch.inf).softmax(0)
-        kept &= mass.cumsum(0) - mass < top_p
-    return torch.zeros_like(kept).scatter(0, ids, kept)

@@ -7,12 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trouper.kernels.cpu.sampling import sample as drawing
-from trouper.kernels.cpu.sampling.row_layout import NOT_FINITE, NOTHING_LEFT, ROW
-from trouper.kernels.cpu.sampling.sample import (
+from trouper.kernels.reference.noise import gumbel
+from trouper.kernels.reference.sampling import (
+    NOT_FINITE,
+    NOTHING_LEFT,
+    ROW,
     apply_repetition_penalty_reference_,
+    sample_reference,
     top_k_top_p_reference,
 )
-from trouper.kernels.reference.noise import gumbel
 
 MASS = 1e-5  # of a sum of float32: whoever is so near a limit may be on either side
 
@@ -137,7 +140,7 @@ def test_mixed_rows_draw_the_formulas_tokens(vocab_size):
     found = drawn(logits, rows, positions)
     for i, token in enumerate(found):
         assert_drawn_right(logits[i], rows[i], i, token)
-    assert np.mean(found == drawn(logits, rows, positions, drawing.sample_reference)) > 0.9
+    assert np.mean(found == drawn(logits, rows, positions, sample_reference)) > 0.9
 
 
 @pytest.mark.parametrize("vocab_size", [50, 20_000])
@@ -211,7 +214,7 @@ def test_nearly_equal_tokens_are_all_drawn():
     logits = torch.linspace(0, 1, 4096).repeat(500, 1)
     rows, positions = rows_of(500), np.arange(500)
     assert (
-        drawn(logits, rows, positions) == drawn(logits, rows, positions, drawing.sample_reference)
+        drawn(logits, rows, positions) == drawn(logits, rows, positions, sample_reference)
     ).all()
 
 
@@ -314,7 +317,7 @@ def test_a_masked_row_draws_from_its_mask(vocab_size, temperature):
     free = drawing.sample(logits.clone(), numbers, rows, numbers, ends, nothing, no_masks(6))
     found, reference = (
         how(logits.clone(), numbers, rows, numbers, ends, nothing, masks)
-        for how in (drawing.sample, drawing.sample_reference)
+        for how in (drawing.sample, sample_reference)
     )
     assert (found == reference).all()
     assert (found[[0, 2, 4]] == free[[0, 2, 4]]).all()

@@ -1,5 +1,6 @@
 """Logits, thresholds, the draw and logprobs: each against its reference, all together against the CPU path."""
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,19 +19,20 @@ from trouper.kernels.cuda.sampling.sample import (
     put_tokens_,
     row_keys,
     sample,
-    sample_reference,
 )
 from trouper.kernels.cuda.sampling.sampling_rows import NEVER, SamplingRows, make_sampling_rows
-from trouper.kernels.cuda.sampling.top_k_top_p import top_k_top_p, top_k_top_p_reference
+from trouper.kernels.cuda.sampling.top_k_top_p import top_k_top_p
 from trouper.kernels.reference.noise import gumbel as gumbel_of_the_cpu_path
 from trouper.kernels.reference.noise import row_keys as row_keys_of_the_cpu_path
+from trouper.kernels.reference.sampling import ROW, row_of, top_k_top_p_reference
 
 
 @triton.jit
 def noise_kernel(seeds_ptr, positions_ptr, keys_ptr, out_ptr, N, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     token = tl.arange(0, BLOCK)
-    key0, key1 = row_keys(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+    low, high = tl.load(seeds_ptr + 2 * row), tl.load(seeds_ptr + 2 * row + 1)
+    key0, key1 = row_keys(low.to(tl.uint32), high.to(tl.uint32), tl.load(positions_ptr + row))
     tl.store(keys_ptr + row * 2, key0.to(tl.int32, bitcast=True))
     tl.store(keys_ptr + row * 2 + 1, key1.to(tl.int32, bitcast=True))
     tl.store(out_ptr + row * N + token, gumbel(key0, key1, token), mask=token < N)
@@ -50,7 +52,7 @@ def test_noise_equals_the_cpu_path_within_rounding(device, seed):
     keys = torch.empty(4, 2, dtype=torch.int32, device=device)
     out = torch.full((4, num), torch.nan, device=device)
     noise_kernel[(4,)](
-        torch.from_numpy(seeds.view(np.int64)).to(device),
+        torch.from_numpy(seeds.view(np.int32)).to(device),
         torch.from_numpy(positions.astype(np.int32)).to(device),
         keys,
         out,
@@ -160,12 +162,8 @@ class Batch:
 
 def place(rows, row, s, prompt, outputs):
     """What placing a row writes; the device's own tables are filled by the same rules."""
-    rows.temperature[row], rows.top_p[row] = s.temperature, s.top_p
-    rows.top_k[row] = max(s.top_k, 0)
-    rows.log_min_p[row] = torch.tensor(s.min_p).log()
-    rows.seed[row] = int(np.uint64(s.seed).astype(np.int64))
-    rows.repetition[row], rows.frequency[row] = s.repetition_penalty, s.frequency_penalty
-    rows.presence[row], rows.num_prompt[row] = s.presence_penalty, len(prompt)
+    rows.parameters.numpy().view(ROW)[row] = row_of(s)
+    rows.num_prompt[row] = len(prompt)
     for token in prompt:
         rows.history[row, token] |= 1
     for token in outputs:
@@ -187,6 +185,12 @@ def place(rows, row, s, prompt, outputs):
         rows.edit_conditions[row, i, : len(condition)] = torch.tensor(condition)
     is_penalised = s.repetition_penalty != 1 or s.frequency_penalty or s.presence_penalty
     rows.is_edited[row] = bool(edits or s.allowed_token_ids or is_penalised)
+
+
+def kept_of(scaled_V, s):
+    """The tokens that may be drawn, of logits already divided by the temperature."""
+    row = np.array([row_of(msgspec.structs.replace(s, temperature=1.0))], dtype=ROW)[0]
+    return torch.from_numpy(top_k_top_p_reference(scaled_V.numpy(), row))
 
 
 @pytest.mark.parametrize("vocab_size", [V, pytest.param(151_936, marks=pytest.mark.gpu)])
@@ -218,8 +222,8 @@ def test_the_references_together_are_the_cpu_path():
             x = x / s.temperature
             seed = np.array([s.seed], dtype=np.uint64)
             noise = gumbel_of_the_cpu_path(seed, np.array([10]), np.arange(V))[0]
-        kept = top_k_top_p_reference(x, s.top_k, s.top_p, float(batch.host.log_min_p[row]))
-        assert sample_reference(x, kept, noise) == expected[i], s
+        drawn = x if noise is None else (x + noise).masked_fill(~kept_of(x, s), -torch.inf)
+        assert int(drawn.argmax()) == expected[i], s
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -273,7 +277,7 @@ def test_kept_tokens_equal_a_stable_sort(device, dtype, vocab_size, scale):
         x = batch.logits[i].float() / s.temperature
         is_tie = (x == threshold[1 + i]) & (torch.arange(vocab_size) <= last_tie[1 + i])
         kept = (x > threshold[1 + i]) | is_tie
-        expected = top_k_top_p_reference(x, s.top_k, s.top_p, float(torch.tensor(s.min_p).log()))
+        expected = kept_of(x, s)
         can_be_drawn = x > x.max() - 19.46
         assert torch.equal(kept & can_be_drawn, expected & can_be_drawn), s
 
@@ -353,8 +357,8 @@ def test_frequencies_are_those_of_the_softmax(device, num_draws):
     """Chi-square over the tokens of one row, drawn at many positions."""
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 1.5, 0.5, -0.5, 0.1])
     sampling = make_sampling_rows(1, len(logits), device=device)
-    sampling.temperature.fill_(1.0)
-    sampling.seed.fill_(1234)
+    sampling.numbers("temperature").fill_(1.0)
+    sampling.numbers("seed").copy_(torch.tensor([1234, 0]))
     rows = torch.zeros(num_draws, dtype=torch.int32, device=device)
     ends = torch.arange(num_draws, dtype=torch.int32, device=device)
     tokens = torch.full((1, num_draws), -1, dtype=torch.int32, device=device)

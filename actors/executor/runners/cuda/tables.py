@@ -19,6 +19,7 @@ from torch import Tensor
 from trouper.actors.messages.requests import MAX_BAD_WORD, MAX_EDITS
 from trouper.actors.messages.steps import NewSequence, Sampling
 from trouper.kernels.cuda.sampling.sampling_rows import NEVER, SamplingRows, make_sampling_rows
+from trouper.kernels.reference.sampling import ROW, row_of
 
 
 class Field(NamedTuple):
@@ -109,19 +110,12 @@ class Changes:
         is_masked = bool(s.allowed_token_ids or new.grammar is not None)
         is_edited = bool(edits or is_masked or is_penalised(s))
         scalars = {
-            "temperature": s.temperature,
-            "top_k": max(s.top_k, 0),
-            "top_p": s.top_p,
-            "log_min_p": float(torch.tensor(s.min_p).log()),
-            "seed": (s.seed + 2**63) % 2**64 - 2**63,
-            "repetition": s.repetition,
-            "frequency": s.frequency_penalty,
-            "presence": s.presence_penalty,
             "num_prompt": new.num_prompt,
             "is_edited": is_edited,
             "is_masked": is_masked,
             "num_edits": len(edits),
         }
+        self.put("parameters", slot, np.array([row_of(s)], dtype=ROW).view(np.int32))
         for name, value in scalars.items():
             self.put(name, slot, (value,))
         if s.allowed_token_ids:

@@ -1,0 +1,153 @@
+"""The numbers that the sampling kernels of every device read for a row, and the reference of the draw in numpy.
+
+A device stores one `ROW` for each request slot.  `PARAMETERS` says how each number is computed from a request's `Sampling`, so
+a new sampling parameter is one more entry here, and then code in the reference and in each device's kernel.  No other
+code lists them.
+"""
+
+import ctypes
+import math
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from trouper.kernels.reference.noise import gumbel
+
+# Larger than any vocabulary, and an int32.
+NO_TOP_K = 2**31 - 1
+
+
+class Parameter(NamedTuple):
+    """One number of a row.
+
+    Args:
+        of: computes the number from a `Sampling`.
+        neutral: the value that changes nothing.  That of the temperature is 0, which is greedy.
+        may_forbid: whether other values forbid some of the tokens.
+    """
+
+    dtype: type[np.generic]
+    of: Callable[[Any], float]
+    neutral: float = 0
+    may_forbid: bool = False
+
+
+PARAMETERS = {
+    "seed": Parameter(np.uint64, lambda s: s.seed % 2**64),
+    # 0 is greedy.
+    "temperature": Parameter(np.float32, attrgetter("temperature")),
+    # In (0, 1].
+    "top_p": Parameter(np.float32, attrgetter("top_p"), neutral=1, may_forbid=True),
+    "log_min_p": Parameter(
+        np.float32,
+        lambda s: math.log(s.min_p) if s.min_p else -math.inf,
+        neutral=-math.inf,
+        may_forbid=True,
+    ),
+    # A number that is at least the size of the vocabulary forbids nothing either.
+    "top_k": Parameter(np.int32, lambda s: min(max(s.top_k, 0), NO_TOP_K), may_forbid=True),
+    # The CPU writes 0 for a row that it has edited, and the kernel then skips the test for finite logits, too.
+    "repetition": Parameter(np.float32, attrgetter("repetition"), neutral=1),
+    # The CPU subtracts these before its kernel runs.
+    "frequency": Parameter(np.float32, attrgetter("frequency_penalty")),
+    "presence": Parameter(np.float32, attrgetter("presence_penalty")),
+}
+ROW = np.dtype([(name, parameter.dtype) for name, parameter in PARAMETERS.items()])
+ROW_WORDS = ROW.itemsize // 4
+# The index of each number in a row, in words of 32 bits.
+WORD = {name: field[1] // 4 for name, field in (ROW.fields or {}).items()}
+NEUTRAL = np.array([tuple(parameter.neutral for parameter in PARAMETERS.values())], dtype=ROW)
+
+# Codes in place of a token: the logits contain NaN or an infinity, or all of them are -inf.
+NOT_FINITE, NOTHING_LEFT = -1, -2
+
+
+def row_of(sampling: Any) -> tuple[float, ...]:
+    """Compute the `ROW` of a request from its `Sampling`."""
+    return tuple(parameter.of(sampling) for parameter in PARAMETERS.values())
+
+
+def allows_all(sampling: Any) -> bool:
+    """Return whether a request may draw any token, so that the likeliest token with its noise is the draw."""
+    return sampling.temperature == 0 or all(
+        parameter.of(sampling) == parameter.neutral
+        for parameter in PARAMETERS.values()
+        if parameter.may_forbid
+    )
+
+
+def sample_reference(
+    logits_TV: Tensor,
+    picked_R: np.ndarray,
+    parameters_S: np.ndarray,
+    rows_R: np.ndarray,
+    ends_R: np.ndarray,
+    tokens_SL: np.ndarray,
+    masks_S: np.ndarray,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
+    token_R = np.empty(len(rows_R), dtype=np.int64) if out is None else out
+    for i, (picked, row, end) in enumerate(zip(picked_R, rows_R, ends_R, strict=True)):
+        if picked < 0:
+            continue
+        logits: np.ndarray = logits_TV[picked].numpy()
+        parameters: Any = parameters_S[row]
+        if parameters["repetition"]:
+            if not np.isfinite(logits).all():
+                token_R[i] = NOT_FINITE
+                continue
+            apply_repetition_penalty_reference_(
+                logits, tokens_SL[row, :end], parameters["repetition"]
+            )
+        if masks_S[row]:
+            logits[~_allowed(int(masks_S[row]), len(logits))] = -np.inf
+        logits = np.where(np.isnan(logits), -np.inf, logits)
+        if parameters["temperature"] and not np.isneginf(logits).all():
+            kept = top_k_top_p_reference(logits, parameters)
+            noise = gumbel(
+                parameters["seed"].reshape(1),
+                np.array([end]),
+                np.arange(len(logits), dtype=np.uint32),
+            )
+            noisy = logits / parameters["temperature"] + noise[0].numpy()
+            logits = np.where(kept, noisy, -np.inf)
+        token_R[i] = logits.argmax() if not np.isneginf(logits).all() else NOTHING_LEFT
+    return token_R
+
+
+def _allowed(address: int, vocab_size: int) -> np.ndarray:
+    num_bytes = -(-vocab_size // 32) * 4
+    bits = np.frombuffer(ctypes.string_at(address, num_bytes), np.uint8)
+    return np.unpackbits(bits, count=vocab_size, bitorder="little").astype(bool)
+
+
+def apply_repetition_penalty_reference_(
+    logits_V: np.ndarray, ids: np.ndarray, penalty: np.float32
+) -> None:
+    ids = ids[(ids >= 0) & (ids < len(logits_V))]
+    logits = logits_V[ids]
+    # A row that is not finite fails later, without affecting other rows.
+    with np.errstate(all="ignore"):
+        logits_V[ids] = np.where(logits > 0, logits / penalty, logits * penalty)
+
+
+def top_k_top_p_reference(logits_V: np.ndarray, row: np.void) -> np.ndarray:
+    """Return which tokens may be drawn, computed by a stable sort in float64.
+
+    Tests compare the kernels' selection without a sort with it.
+    """
+    order = np.argsort(-logits_V, kind="stable")
+    with np.errstate(invalid="ignore"):  # -inf minus -inf
+        x = (logits_V[order].astype(np.float64) - logits_V[order[0]]) / row["temperature"]
+    kept = x >= row["log_min_p"]
+    if 0 < row["top_k"] < len(x):
+        kept[row["top_k"] :] = False
+    if row["top_p"] < 1:
+        mass = np.where(kept, np.exp(x), 0)
+        kept &= mass.cumsum() - mass < row["top_p"] * mass.sum()
+    kept_V = np.empty_like(kept)
+    kept_V[order] = kept
+    return kept_V
