@@ -50,7 +50,7 @@ from trouper.kernels.reference.norms import (
     silu_and_mul_reference,
 )
 from trouper.kernels.reference.paged_attention import paged_attention_reference
-from trouper.kernels.reference.sampling import ROW, sample_reference
+from trouper.kernels.reference.sampling import NEUTRAL, sample_reference
 from trouper.kernels.select import make_linear
 
 # The reference of the noise is slow, so only this many tokens are checked.
@@ -142,9 +142,9 @@ def draws(s: Shapes) -> Iterator[Case]:
     few, nothing = positions[:NUM_CHECKED_ROWS], np.zeros((s.num_tokens, 1), dtype=np.int64)
     no_masks = np.zeros(s.num_tokens, dtype=np.int64)
     for name, top_k, top_p in (("all", 0, 1.0), ("top-k 50", 50, 1.0), ("top-p 0.9", 0, 0.9)):
-        rows = np.zeros(s.num_tokens, dtype=ROW)
+        rows = np.repeat(NEUTRAL, s.num_tokens)
         rows["temperature"], rows["top_k"], rows["top_p"] = 1.0, top_k, top_p
-        rows["log_min_p"], rows["seed"], rows["repetition"] = -np.inf, positions, 1.0
+        rows["seed"] = positions
         yield Case(
             f"[{s.num_tokens}, {s.vocab}], {name}",
             lambda rows=rows: torch.from_numpy(

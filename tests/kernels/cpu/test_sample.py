@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from trouper.kernels.cpu.sampling import sample as drawing
 from trouper.kernels.reference.noise import gumbel
 from trouper.kernels.reference.sampling import (
+    NEUTRAL,
     NOT_FINITE,
     NOTHING_LEFT,
     ROW,
@@ -40,7 +41,8 @@ def no_masks(num_rows):
 
 
 def rows_of(num_rows, seed=0, /, *, min_p=0.0, **parameters):
-    rows = np.zeros(num_rows, dtype=ROW)
+    rows = np.repeat(NEUTRAL, num_rows)
+    rows["repetition"] = 0
     rows["seed"] = np.random.default_rng(seed).integers(0, 2**64, num_rows, np.uint64)
     rows["temperature"] = rows["top_p"] = 1.0
     for name, value in parameters.items():
