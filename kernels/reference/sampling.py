@@ -20,7 +20,7 @@ from trouper.kernels.reference.noise import gumbel
 NO_TOP_K = 2**31 - 1
 
 
-class Parameter(NamedTuple):
+class RowParameter(NamedTuple):
     """One number of a row.
 
     Args:
@@ -36,24 +36,24 @@ class Parameter(NamedTuple):
 
 
 PARAMETERS = {
-    "seed": Parameter(np.uint64, lambda s: s.seed % 2**64),
+    "seed": RowParameter(np.uint64, lambda s: s.seed % 2**64),
     # 0 is greedy.
-    "temperature": Parameter(np.float32, attrgetter("temperature")),
+    "temperature": RowParameter(np.float32, attrgetter("temperature")),
     # In (0, 1].
-    "top_p": Parameter(np.float32, attrgetter("top_p"), neutral=1, may_forbid=True),
-    "log_min_p": Parameter(
+    "top_p": RowParameter(np.float32, attrgetter("top_p"), neutral=1, may_forbid=True),
+    "log_min_p": RowParameter(
         np.float32,
         lambda s: math.log(s.min_p) if s.min_p else -math.inf,
         neutral=-math.inf,
         may_forbid=True,
     ),
     # A number that is at least the size of the vocabulary forbids nothing either.
-    "top_k": Parameter(np.int32, lambda s: min(max(s.top_k, 0), NO_TOP_K), may_forbid=True),
+    "top_k": RowParameter(np.int32, lambda s: min(max(s.top_k, 0), NO_TOP_K), may_forbid=True),
     # The CPU writes 0 for a row that it has edited, and the kernel then skips the test for finite logits, too.
-    "repetition": Parameter(np.float32, attrgetter("repetition"), neutral=1),
+    "repetition": RowParameter(np.float32, attrgetter("repetition"), neutral=1),
     # The CPU subtracts these before its kernel runs.
-    "frequency": Parameter(np.float32, attrgetter("frequency_penalty")),
-    "presence": Parameter(np.float32, attrgetter("presence_penalty")),
+    "frequency": RowParameter(np.float32, attrgetter("frequency_penalty")),
+    "presence": RowParameter(np.float32, attrgetter("presence_penalty")),
 }
 ROW = np.dtype([(name, parameter.dtype) for name, parameter in PARAMETERS.items()])
 ROW_WORDS = ROW.itemsize // 4
