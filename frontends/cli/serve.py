@@ -24,7 +24,7 @@ from trouper.config.args import EngineArgs
 from trouper.config.engine_config import EngineConfig
 from trouper.config.parallel import NodesConfig
 from trouper.config.resolve import resolve
-from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
+from trouper.errors import UnsupportedFeatureError, invalid
 from trouper.extras import install_hint
 from trouper.frontends.cli import output
 from trouper.frontends.cli.arguments.options import (
@@ -45,9 +45,6 @@ if TYPE_CHECKING:
     from trouper.frontends.server.durable.journal import Journal
     from trouper.frontends.server.durable.recording import RequestRecorder
     from trouper.frontends.server.models.residency import Residency
-
-LOOPBACK = "127.0.0.1"
-OLLAMA_PORT = 11434
 
 
 @partial(expand_options, reads_variables=True, engine_defaults={"max_step_ms": None})
@@ -102,7 +99,8 @@ def serve(
     server = "uvicorn" if settings.loop == "asyncio" else "hypercorn"
     if importlib.util.find_spec(server) is None:
         raise UnsupportedFeatureError(f"serve needs {server}: {install_hint('server')}")
-    settings = msgspec.structs.replace(settings, models=models)
+    admin_uds = settings.admin_uds or settings.take_over
+    settings = msgspec.structs.replace(settings, models=models, admin_uds=admin_uds)
     _check_keys(settings)
     several = _set_model(model_name, model or [], settings, engine_args)
     engine_args.enable_lora |= bool(settings.lora_modules)
@@ -124,6 +122,8 @@ def serve(
         return
     # Reports mistakes before torch is loaded.
     resolved = resolve(engine_args, frontend="server")
+    if settings.take_over is not None and resolved.nodes is not None:
+        raise invalid("take_over", "is not supported with several machines", settings.take_over)
     if engine_args.node_rank > 0 and resolved.nodes is not None:
         _run_host(resolved, resolved.nodes, settings)
         return
@@ -166,7 +166,7 @@ def _run_several(
     """Serve a table of models.  Their options are checked before the listeners open."""
     from trouper.frontends.server.models.sizes import default_budget, plan_models
 
-    for name in ("journal", "record"):
+    for name in ("journal", "record", "take_over"):
         if (given_folder := getattr(settings, name)) is not None:
             raise invalid(name, "needs a server of one model", given_folder)
     names = [field.name for field in dataclasses.fields(base)]
@@ -202,7 +202,7 @@ def _run(
     args: EngineArgs,
     launcher: "Launcher | None" = None,
 ) -> None:
-    from trouper.frontends.server.durable.opening import open_journal
+    from trouper.frontends.server.durable.opening import fingerprint, open_journal
     from trouper.frontends.server.durable.recording import open_recorder
 
     def engine() -> "AsyncLLMEngine":
@@ -212,11 +212,14 @@ def _run(
 
     has_workers = config.device_worker == "process"
 
-    def keepers() -> "tuple[Journal | None, RequestRecorder | None]":
-        return open_journal(settings, config), open_recorder(settings, config, args)
-
     _listen(
-        settings, config.shutdown_timeout_s, engine=engine, keepers=keepers, has_workers=has_workers
+        settings,
+        config.shutdown_timeout_s,
+        engine=engine,
+        open_journal=lambda: open_journal(settings, config),
+        name_model=lambda: b"" if settings.journal is None else fingerprint(config),
+        open_recorder=lambda: open_recorder(settings, config, args),
+        has_workers=has_workers,
     )
 
 
@@ -226,16 +229,21 @@ def _listen(
     *,
     engine: "Callable[[], AsyncLLMEngine] | None" = None,
     residency: "Callable[[], Residency] | None" = None,
-    keepers: "Callable[[], tuple[Journal | None, RequestRecorder | None]] | None" = None,
+    open_journal: "Callable[[], Journal | None]" = lambda: None,
+    name_model: Callable[[], bytes] = bytes,
+    open_recorder: "Callable[[], RequestRecorder | None]" = lambda: None,
     has_workers: bool = False,
 ) -> None:
     """Open the listeners and serve: the engine of one model, or the residency of several."""
-    from trouper.frontends.server.http.listeners import Listener, bind_tcp, bind_unix
+    from trouper.frontends.server.http.listeners import OpenListeners
     from trouper.frontends.server.http.logs import log_lines
     from trouper.frontends.server.models.residency import Residency
+    from trouper.frontends.server.program.hand_over import Predecessor, describe_server, offering
     from trouper.frontends.server.program.server import Server, loop_options
     from trouper.frontends.server.service.service import Service
 
+    description = describe_server(settings)
+    predecessor: Predecessor | None = None
     with ExitStack() as stack:
         stack.enter_context(log_lines("trouper", settings.log_level))
         if settings.loop == "asyncio":
@@ -243,20 +251,15 @@ def _listen(
             stack.enter_context(log_lines("uvicorn.error", "error"))
         if settings.logs_access:
             stack.enter_context(log_lines("trouper.access", "info"))
-        if settings.uds is not None:
-            sock = stack.enter_context(bind_unix(settings.uds))
-        else:
-            sock = stack.enter_context(bind_tcp(settings.host, settings.port))
-        public = [Listener(sock, settings.ssl_certfile, settings.ssl_keyfile)]
-        # Reports an invalid file before the model is loaded.
-        public[0].tls_context()
-        if settings.ollama:
-            public.append(Listener(stack.enter_context(_bind_ollama())))
-        admin: list[Listener] = []
-        if settings.admin_uds is not None:
-            admin.append(Listener(stack.enter_context(bind_unix(settings.admin_uds))))
-        if settings.admin_port is not None:
-            admin.append(Listener(stack.enter_context(bind_tcp(LOOPBACK, settings.admin_port))))
+        if settings.take_over is not None:
+            predecessor = Predecessor.ask(settings.take_over, description)
+            stack.callback(predecessor.close)
+        taken = {} if predecessor is None else predecessor.sockets
+        listeners = stack.enter_context(OpenListeners(taken))
+        listeners.open(settings)
+        offered = None
+        if settings.admin_uds is not None and engine is not None:
+            offered = offering(listeners, settings.admin_uds, output.complain)
 
         # With workers the server shows the progress of loading, because a worker's stderr is a pipe.
         terminal = sys.stderr if has_workers and sys.stderr.isatty() else None
@@ -268,8 +271,9 @@ def _listen(
             service = Service(settings)
             if isinstance(unopened, Residency):
                 service = unopened.table.default.service.front
-            if keepers is not None:
-                service.journal, service.recorder = await anyio.to_thread.run_sync(keepers)
+            if predecessor is None:
+                service.journal = await anyio.to_thread.run_sync(open_journal)
+            service.recorder = await anyio.to_thread.run_sync(open_recorder)
             server = Server(
                 service,
                 shutdown_timeout_s=shutdown_timeout_s,
@@ -279,20 +283,13 @@ def _listen(
                 stays_dead=settings.keep_alive_on_engine_death,
                 terminal=terminal,
             )
-            await server.run(unopened, public, admin, settings.loop)
+            if predecessor is not None:
+                server.succeed(predecessor, open_journal, name_model)
+            if offered is not None:
+                server.offer(description, offered)
+            await server.run(unopened, listeners, settings.loop)
 
         anyio.run(main, backend=settings.loop, backend_options=loop_options(settings.loop))
-
-
-def _bind_ollama() -> socket.socket:
-    """Listen at Ollama's address.  Raises TrouperValidationError if another program does, which is usually Ollama."""
-    from trouper.frontends.server.http.listeners import bind_tcp
-
-    try:
-        return bind_tcp(LOOPBACK, OLLAMA_PORT)
-    except TrouperValidationError as error:
-        text = f"{error.message}; perhaps Ollama itself is running"
-        raise TrouperValidationError(text, parameter="ollama") from None
 
 
 def _check_keys(settings: ServeSettings) -> None:

@@ -4,6 +4,7 @@ A schedule plays several lives of a server.  In each, requests arrive, tokens ar
 at the end the process is killed or the power fails.  One seed plays one schedule.
 """
 
+import os
 import random
 import threading
 from functools import wraps
@@ -13,8 +14,10 @@ import trio
 import trio.lowlevel
 import trio.testing
 
+from trouper.errors import TrouperValidationError
 from trouper.frontends.server.durable import frames, records, segments
 from trouper.frontends.server.durable import journal as journal_module
+from trouper.frontends.server.durable.disk import FolderDisk
 from trouper.frontends.server.durable.journal import Journal
 from trouper.frontends.server.durable.records import (
     Admitted,
@@ -142,6 +145,9 @@ class SimulatedDisk:
     @may_be_cut
     def sync_folder(self):
         self.unlinked.clear()
+
+    def release(self):
+        pass
 
     def end_life(self, *, power):
         if power:
@@ -550,3 +556,64 @@ async def test_writes_go_on_while_the_disk_syncs(disk, monkeypatch):
     assert min(disk.files) > "000000000001"
     assert not disk.open
     assert set(segments_on(disk).streams) == set("abc")
+
+
+def folder_journal(path):
+    segments = Segments(FolderDisk(str(path)), MODEL, lambda: os.urandom(16), max_bytes=10**6)
+    segments.begin()
+    return Journal(segments, "off", retain_s=600)
+
+
+@pytest.mark.trio
+async def test_lent_journal_comes_back_with_everything(tmp_path):
+    journal = folder_journal(tmp_path)
+    async with trio.open_nursery() as writers:
+        await writers.start(journal.run_writer)
+        await journal.admit(Admitted("a", b"", b"{}"))
+        with pytest.raises(TrouperValidationError, match="--take-over"):
+            FolderDisk(str(tmp_path))
+        await journal.lend()
+        other = folder_journal(tmp_path)
+        assert set(other.recovered) == {"a"}
+        writers.start_soon(journal.admit, Admitted("b", b"", b"{}"))
+        await trio.testing.wait_all_tasks_blocked()
+        other._segments.release()
+        journal.take_back()
+        await journal.admit(Admitted("c", b"", b"{}"))
+        assert journal.is_working
+        writers.cancel_scope.cancel()
+    journal._segments.release()
+    assert set(folder_journal(tmp_path).recovered) == {"a", "b", "c"}
+
+
+@pytest.mark.trio
+async def test_given_journal_gets_no_further_record(tmp_path):
+    journal = folder_journal(tmp_path)
+    async with trio.open_nursery() as writers:
+        await writers.start(journal.run_writer)
+        await journal.admit(Admitted("a", b"", b"{}"))
+        await journal.lend()
+        other = folder_journal(tmp_path)
+        assert journal.give() == []
+        assert not await journal.admit(Admitted("b", b"", b"{}"))
+        await journal.write(Tokens("a", 0, [1]))
+        assert not journal.has_room(1)
+        journal.take_back()
+        writers.cancel_scope.cancel()
+    other._segments.release()
+    assert set(folder_journal(tmp_path).recovered) == {"a"}
+
+
+@pytest.mark.trio
+async def test_journal_of_another_holder_is_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("trouper.frontends.server.durable.journal.RETRY_S", 0.0)
+    journal = folder_journal(tmp_path)
+    async with trio.open_nursery() as writers:
+        await writers.start(journal.run_writer)
+        await journal.lend()
+        other = folder_journal(tmp_path)
+        journal.take_back()
+        assert not await journal.admit(Admitted("a", b"", b"{}"))
+        other._segments.release()
+        assert await journal.admit(Admitted("b", b"", b"{}"))
+        writers.cancel_scope.cancel()

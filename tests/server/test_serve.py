@@ -257,7 +257,7 @@ def test_client_that_never_reads_does_not_delay_end(loop):
 
 LOADS_FOR_EVER = """
 import anyio, sys, threading
-from trouper.frontends.server.http.listeners import Listener, bind_tcp
+from trouper.frontends.server.http.listeners import Listener, OpenListeners, bind_tcp
 from trouper.frontends.server.program.server import Server
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.settings import ServerSettings
@@ -271,7 +271,9 @@ class Engine:
 
 async def main():
     server = Server(Service(ServerSettings()), shutdown_timeout_s=0.0, report=lambda line: print(line, file=sys.stderr, flush=True))
-    await server.run(Engine(), [Listener(bind_tcp("127.0.0.1", 0))], [], sys.argv[1])
+    with OpenListeners({}) as listeners:
+        listeners.public.append(Listener(bind_tcp("127.0.0.1", 0)))
+        await server.run(Engine(), listeners, sys.argv[1])
 
 anyio.run(main, backend=sys.argv[1])
 """

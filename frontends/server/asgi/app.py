@@ -41,7 +41,7 @@ from trouper.frontends.server.models.choosing import choose_model
 from trouper.frontends.server.models.residency import Residency, residency_of
 from trouper.frontends.server.ops.ui import FOLDER, SAFETY
 from trouper.frontends.server.service.service import Service
-from trouper.frontends.server.shared.errors import ErrorBody, HTTPError, describe, log
+from trouper.frontends.server.shared.errors import ErrorBody, HTTPError, describe, log, unavailable
 from trouper.frontends.server.shared.settings import ServerSettings
 from trouper.frontends.server.shared.usage import Usage
 
@@ -62,6 +62,10 @@ def create_app(engine: "AsyncLLMEngine", settings: ServerSettings | None = None)
     service = Service(settings or ServerSettings())
     service.open(engine.engine)
     return App(service)
+
+
+# Paths of answers that belong to the server with the journal; an id follows.
+KEPT = ("/v1/streams", "/v1/responses/")
 
 
 class App:
@@ -163,7 +167,7 @@ class App:
             HTTPError: the head is too large, the key is wrong, or the route does not exist.
         """
         context.own_headers = cors_headers(context, self._settings)
-        if self.service.gate.level >= Level.TIDY:
+        if self.service.gate.level >= Level.TIDY or self.service.is_leaving:
             context.own_headers += ((b"connection", b"close"),)
         context.check_head(self._settings)
         is_page = f"{context.path}/".startswith(FOLDER)
@@ -208,6 +212,9 @@ class App:
 
     def _check_early(self, context: RequestContext, route: Route) -> None:
         """Raise the error of a request that cannot be accepted now, before its body is read."""
+        if self.service.is_leaving and context.path.startswith(KEPT):
+            text = "another server has taken over and has this answer; connect again"
+            raise unavailable("draining", text)
         if route.generates:
             self.service.check_open()
             self.service.check_kind(route)

@@ -39,6 +39,10 @@ class Disk(Protocol):
 
     def sync_folder(self) -> None: ...
 
+    def release(self) -> None:
+        """Give the folder to another server.  The next `names` asks for it again."""
+        ...
+
 
 class FolderDisk:
     """A folder of the file system.
@@ -50,34 +54,41 @@ class FolderDisk:
     def __init__(self, path: str) -> None:
         self._path = Path(path)
         check_private_folder(self._path, "journal")
+        self._folder = self._lock = -1
         try:
-            self._folder = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
+            self._hold()
+        except BlockingIOError as error:
+            raise invalid("journal", str(error), path) from None
         except OSError as error:
             raise invalid("journal", f"the folder cannot be used: {error.strerror}", path) from None
-        self._lock = -1
-        try:
-            self._take_lock(path)
-        except BaseException:
-            self.release()
-            raise
 
     def __repr__(self) -> str:
         return f"<FolderDisk {self._path}>"
 
-    def _take_lock(self, path: str) -> None:
+    def _hold(self) -> None:
+        """Take the folder, unless this server has it.  Raises BlockingIOError if another server uses it."""
+        if self._folder >= 0:
+            return
         try:
+            self._folder = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             self._lock = os.open(LOCK, flags, 0o600, dir_fd=self._folder)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(self._lock, 20, 0).decode(errors="replace").strip()
-            raise invalid("journal", f"the folder is in use by process {holder}", path) from None
-        except OSError as error:
-            raise invalid("journal", f"the folder cannot be used: {error.strerror}", path) from None
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(self._lock, 20, 0).decode(errors="replace").strip()
+                text = (
+                    f"the folder is in use by process {holder}; --take-over asks that server for it"
+                )
+                raise BlockingIOError(text) from None
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+        except BaseException:
+            self.release()
+            raise
 
     def names(self) -> list[str]:
+        self._hold()
         found = [name for name in os.listdir(self._folder) if name.endswith(SUFFIX)]
         return sorted(name for name in found if name.removesuffix(SUFFIX).isdigit())
 
@@ -106,7 +117,6 @@ class FolderDisk:
         os.fsync(self._folder)
 
     def release(self) -> None:
-        """Give the folder to another server.  Idempotent."""
         for file in (self._lock, self._folder):
             if file >= 0:
                 os.close(file)

@@ -93,6 +93,8 @@ class Journal:
         # Whether the last write failed, and whether one takes too long at present.
         self._has_failed = self._is_behind = False
         self._failed_s = 0.0
+        # Whether the folder is lent to a successor, and whether the successor keeps it.
+        self._is_lent = self._is_given = False
         # The streams of earlier processes, until they are taken.
         self.recovered: dict[str, StreamRecord] = dict(segments.streams)
 
@@ -152,7 +154,7 @@ class Journal:
         It returns when they are written, or after a quarter of a second: a stalled disk delays durability, not tokens.
         """
         batch = self._add(records)
-        if not self._is_behind:
+        if not (self._is_behind or self._is_lent):
             await batch.released.wait()
 
     async def admit(self, record: Admitted) -> bool:
@@ -172,6 +174,32 @@ class Journal:
     async def delete(self, id: str) -> None:
         """Write that a stream was deleted or has failed before its answer began, so that no later process finds it."""
         await self.write(Gone(id))
+
+    async def lend(self) -> None:
+        """Write what was handed in, and give the folder to another server.  Records wait in memory until the next call."""
+        with anyio.CancelScope(shield=True):
+            await self._write_pending()
+            self._is_lent = True
+            # Tokens go on meanwhile.
+            self._pending.released.set()
+            # Writes that were begun before are in front of it.
+            await anyio.to_thread.run_sync(self._release, limiter=self._one_thread)
+
+    def take_back(self) -> None:
+        """Write again, in a new segment: the other server has not gone on."""
+        if not self._is_given:
+            self._is_lent = False
+            self._pending.released = anyio.Event()
+            self._news.set()
+
+    def give(self) -> list[str]:
+        """Leave the folder to the other server, and write nothing more.  Returns the running streams without a reader here."""
+        self._is_given = self._is_lent = self._has_failed = True
+        batch, self._pending = self._pending, PendingRecords()
+        for each in (batch, self._pending):
+            each.written.set()
+            each.released.set()
+        return self.streams.unread()
 
     async def run_writer(
         self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
@@ -195,6 +223,8 @@ class Journal:
 
     def _add(self, records: Sequence[Record]) -> PendingRecords:
         batch = self._pending
+        if self._is_given:
+            return batch
         if not batch.records:
             batch.since = time.monotonic()
         batch.records += records
@@ -211,6 +241,8 @@ class Journal:
         self._news = anyio.Event()
 
     async def _write_pending(self) -> None:
+        if self._is_lent:
+            return
         batch, self._pending = self._pending, PendingRecords()
         outcome, self._outcome = self._outcome, None
         batch.since = batch.since or time.monotonic()
@@ -289,6 +321,10 @@ class Journal:
                 error = raised
             self._outcome = file, error
             self._news.set()
+
+    def _release(self) -> None:
+        self._close()
+        self._segments.release()
 
     def _close(self) -> None:
         self._segments.close(syncs=self._policy == "group")

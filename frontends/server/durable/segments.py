@@ -103,7 +103,7 @@ class Segments:
         found: list[bytes] = []
         for name in self._disk.names():
             found.append(self._disk.read(name))
-            self._last = max(self._last, int(name.removesuffix(SUFFIX)))
+            self._last = max(self._last, _number_of(name))
         self.streams = recover(map(scan, found))
         for id, stream in self.streams.items():
             self._sizes[id] = sum(_size(record) for record in stream.records())
@@ -164,11 +164,12 @@ class Segments:
             JournalError: it cannot be written.  The earlier segments are still there.
         """
         self._abandon()
-        self._last += 1
-        name = f"{self._last:0{DIGITS}}{SUFFIX}"
         file: int | None = None
         try:
             earlier = self._disk.names()
+            # A successor that did not take over may have made some, too.
+            self._last = 1 + max(self._last, *map(_number_of, earlier), 0)
+            name = f"{self._last:0{DIGITS}}{SUFFIX}"
             file = self._disk.create(name)
             self._id, self._number, self._num_bytes = self._new_id(), 0, HEAD_BYTES
             self._write_all(file, encode_head(SegmentHead(self._id, self.fingerprint)))
@@ -200,6 +201,11 @@ class Segments:
             except OSError as error:
                 self._count("sync", error)
         self._abandon()
+
+    def release(self) -> None:
+        """Close the segment and give the folder to another server.  The next write takes it back, in a new segment."""
+        self._abandon()
+        self._disk.release()
 
     def note(self, records: Iterable[Record]) -> None:
         """Remember records for the next segment, without writing them now."""
@@ -247,6 +253,10 @@ class Segments:
             self._disk.close(file)
         except OSError:
             pass
+
+
+def _number_of(name: str) -> int:
+    return int(name.removesuffix(SUFFIX))
 
 
 def _size(record: Record) -> int:

@@ -294,6 +294,10 @@ class DurableStreams:
             found[stream.state] += 1
         return found
 
+    def unread(self) -> list[str]:
+        """List the ids of running streams without a reader."""
+        return [s.id for s in self._streams.values() if not (s.is_over or s.num_readers)]
+
     async def wait_unread(self) -> None:
         """Wait until no running stream has a reader."""
         while read := [s for s in self._streams.values() if s.num_readers and not s.is_over]:

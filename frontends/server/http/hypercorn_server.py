@@ -13,6 +13,7 @@ import math
 from functools import partial
 from typing import Any, cast
 
+import anyio
 import h11
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
@@ -47,10 +48,18 @@ async def serve(app: Any, listener: Listener, shutdown: Shutdown) -> None:
             async with trio.open_nursery() as accepting:
                 accept = partial(trio.serve_listeners, handler_nursery=tasks)
                 accepting.start_soon(accept, connections.attend, [_listener(listener)])
+                accepting.start_soon(_cancel_at, shutdown.leaving, accepting.cancel_scope)
                 await shutdown.closing.wait()
                 accepting.cancel_scope.cancel()
+            # Not at once, if another server accepts now.
+            await shutdown.closing.wait()
             helpers.start_soon(connections.end, shutdown)
         helpers.cancel_scope.cancel()
+
+
+async def _cancel_at(event: anyio.Event, scope: trio.CancelScope) -> None:
+    await event.wait()
+    scope.cancel()
 
 
 def _listener(listener: Listener) -> trio.abc.Listener[Any]:

@@ -8,15 +8,20 @@ import os
 import socket
 import ssl
 import stat
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
 
 import anyio
 
 from trouper.errors import TrouperValidationError
+from trouper.frontends.server.shared.settings import ServeSettings
 
 BACKLOG = 1024
+LOOPBACK = "127.0.0.1"
+OLLAMA_PORT = 11434
 # The head of the first or next request must be complete within this time.
 KEEP_ALIVE_S = 5
 MAX_HEAD_BYTES = (
@@ -33,12 +38,13 @@ UNREAD_S = 60
 class Listener:
     """A listening socket, with the files of its certificate and key if it serves TLS.
 
-    Connections inherit its options.  It may be a TCP port or a socket file.
+    Connections inherit its options.  It may be a TCP port or a socket file.  `option` is the option that gave its address.
     """
 
     sock: socket.socket
     certfile: str | None = None
     keyfile: str | None = None
+    option: str = "port"
 
     @property
     def address(self) -> str:
@@ -84,16 +90,92 @@ class Listener:
 
 @dataclass(frozen=True)
 class Shutdown:
-    """Two events for listeners: `closing` stops accepting, and `aborting` ends the remaining connections.
+    """Three events for listeners: `leaving` stops accepting, `closing` also closes idle connections, and `aborting` ends all others.
 
-    Between them, open requests have time to finish.
+    After `leaving` a successor accepts at the same sockets, so clients with an idle connection may still use it.  Between
+    `closing` and `aborting`, open requests have time to finish.
     """
 
+    leaving: anyio.Event = field(default_factory=anyio.Event)
     closing: anyio.Event = field(default_factory=anyio.Event)
     aborting: anyio.Event = field(default_factory=anyio.Event)
 
 
-def bind_tcp(host: str, port: int) -> socket.socket:
+class OpenListeners:
+    """The listeners of a server, as a context manager: its end closes them and removes their files.
+
+    Args:
+        taken: sockets of a running server, by their options.  The others are bound.
+
+    Attributes:
+        owns_files: whether the socket files are removed at the end.  They belong to the server that accepts.
+    """
+
+    def __init__(self, taken: Mapping[str, socket.socket]) -> None:
+        self.public: list[Listener] = []
+        self.admin: list[Listener] = []
+        self.owns_files = not taken
+        self._taken = taken
+        self._resources = ExitStack()
+        for sock in taken.values():
+            self._resources.callback(sock.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._resources.close()
+
+    @property
+    def all(self) -> list[Listener]:
+        return [*self.public, *self.admin]
+
+    def open(self, settings: ServeSettings) -> None:
+        """Open all listeners.  A used port or an invalid certificate thus fails before the model is loaded.
+
+        Raises:
+            TrouperValidationError: an address cannot be bound, or the certificate cannot be loaded.
+        """
+        tls = settings.ssl_certfile, settings.ssl_keyfile
+        if settings.uds is not None:
+            self.public.append(Listener(self.socket_file("uds", settings.uds), *tls, option="uds"))
+        else:
+            self.public.append(Listener(self._port("port", settings.host, settings.port), *tls))
+        self.public[0].tls_context()
+        if settings.ollama:
+            self.public.append(Listener(self._ollama(), option="ollama"))
+        if settings.admin_uds is not None:
+            sock = self.socket_file("admin_uds", settings.admin_uds)
+            self.admin.append(Listener(sock, option="admin_uds"))
+        if settings.admin_port is not None:
+            sock = self._port("admin_port", LOOPBACK, settings.admin_port)
+            self.admin.append(Listener(sock, option="admin_port"))
+
+    def socket_file(self, option: str, path: str) -> socket.socket:
+        """Return the listening socket of a file that only this user can connect to."""
+        sock = self._taken.get(option) or bind_unix(path, option)
+        self._resources.callback(self._remove, path)
+        self._resources.callback(sock.close)
+        return sock
+
+    def _port(self, option: str, host: str, port: int) -> socket.socket:
+        sock = self._taken.get(option) or bind_tcp(host, port, option)
+        self._resources.callback(sock.close)
+        return sock
+
+    def _ollama(self) -> socket.socket:
+        try:
+            return self._port("ollama", LOOPBACK, OLLAMA_PORT)
+        except TrouperValidationError as error:
+            text = f"{error.message}; perhaps Ollama itself is running"
+            raise TrouperValidationError(text, parameter="ollama") from None
+
+    def _remove(self, path: str) -> None:
+        if self.owns_files:
+            Path(path).unlink(missing_ok=True)
+
+
+def bind_tcp(host: str, port: int, option: str = "port") -> socket.socket:
     """Open a listening TCP socket.  Raises TrouperValidationError if the address cannot be bound.
 
     A used or forbidden port thus fails before the model is loaded.
@@ -104,7 +186,7 @@ def bind_tcp(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise TrouperValidationError(
-            f"cannot listen on {host}:{port}: {reason}", parameter="port"
+            f"cannot listen on {host}:{port}: {reason}", parameter=option
         ) from None
     # Accepted sockets inherit both options.
     if hasattr(socket, "TCP_NOTSENT_LOWAT"):
@@ -114,9 +196,8 @@ def bind_tcp(host: str, port: int) -> socket.socket:
     return listener
 
 
-@contextmanager
-def bind_unix(path: str) -> Generator[socket.socket]:
-    """Open a socket file that only this user can connect to.  It is removed after the block.
+def bind_unix(path: str, option: str = "uds") -> socket.socket:
+    """Open a socket file that only this user can connect to.
 
     A file that a dead server has left behind is replaced; that of a living server is an error.
     """
@@ -130,17 +211,12 @@ def bind_unix(path: str) -> Generator[socket.socket]:
         listener.close()
         raise TrouperValidationError(
             f"cannot listen on a socket file: {error.strerror or error}",
-            parameter="uds",
+            parameter=option,
             value=path,
         ) from None
     finally:
         os.umask(mask)
-    try:
-        yield listener
-    finally:
-        listener.close()
-        if os.path.exists(path):
-            os.unlink(path)
+    return listener
 
 
 def _remove_stale(path: str) -> None:

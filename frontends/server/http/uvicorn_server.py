@@ -63,7 +63,10 @@ async def serve(app: Any, listener: Listener, shutdown: Shutdown) -> None:
 
 
 async def _end(server: uvicorn.Server, shutdown: Shutdown) -> None:
-    await shutdown.closing.wait()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_leave, server, shutdown, name="end of accepting")
+        await shutdown.closing.wait()
+        tasks.cancel_scope.cancel()
     server.should_exit = True
     await shutdown.aborting.wait()
     # Some may have been accepted before uvicorn saw `should_exit`.
@@ -71,6 +74,13 @@ async def _end(server: uvicorn.Server, shutdown: Shutdown) -> None:
         for connection in list(server.server_state.connections):
             connection.transport.abort()
         await anyio.sleep(TICK_S)
+
+
+async def _leave(server: uvicorn.Server, shutdown: Shutdown) -> None:
+    """Stop accepting, without an effect on open connections."""
+    await shutdown.leaving.wait()
+    for each in server.servers:
+        each.close()
 
 
 class _Server(uvicorn.Server):

@@ -11,20 +11,31 @@ terminal is no reason to cut streams.
 import faulthandler
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TextIO
 
 import anyio
+import anyio.to_thread
+import msgspec
 from anyio.abc import TaskGroup, TaskStatus
 
 from trouper.errors import invalid
 from trouper.frontends.server.asgi.app import App
 from trouper.frontends.server.asgi.routes import durable_route
 from trouper.frontends.server.generation.durable import resume_streams
-from trouper.frontends.server.http.listeners import Listener, Shutdown
+from trouper.frontends.server.http.listeners import (
+    KEEP_ALIVE_S,
+    Listener,
+    OpenListeners,
+    Shutdown,
+)
 from trouper.frontends.server.models.residency import Residency
+from trouper.frontends.server.program.hand_over import Ask, HandOver, Predecessor
 from trouper.frontends.server.program.monitor import Heap, watch
 from trouper.frontends.server.program.start_report import LoadingLine, summarise
 from trouper.frontends.server.responses.durable import resume_responses
@@ -34,9 +45,12 @@ from trouper.lora import LoRARequest
 if TYPE_CHECKING:
     from trouper.actors.engine.engine import Engine
     from trouper.frontends.python.async_engine import AsyncLLMEngine
+    from trouper.frontends.server.durable.journal import Journal
 
 # Seconds for the final outputs to reach their clients.
 GRACE_S = 1.5
+# Seconds for open requests after a take-over, without --shutdown-timeout: clients do not wait for the end of this process.
+DRAIN_S = 600.0
 # Characters of the names of models in a line.
 MAX_NAMES = 200
 # Seconds after the shutdown's own time until the watchdog acts: `GRACE_S` and 4 s for stuck workers, doubled.
@@ -115,7 +129,7 @@ class Server:
         terminal: TextIO | None = None,
     ) -> None:
         self._service = service
-        self._shutdown_timeout_s = shutdown_timeout_s
+        self._shutdown_timeout_s = self._drain_s = shutdown_timeout_s
         self._report = report
         # A prefix of the public listeners' paths that a proxy does not remove.
         self._root_path = root_path
@@ -127,17 +141,42 @@ class Server:
         self._terminal = terminal
         self._is_stopping = False  # by a signal
         self._shutdown = Shutdown()
+        # The server from which this one takes over, and how it opens the journal then.
+        self._predecessor: Predecessor | None = None
+        self._open_journal: Callable[[], Journal | None] = lambda: None
+        self._name_model: Callable[[], bytes] = bytes
+        # What a successor must have in common, and the socket at which it asks.
+        self._offered: tuple[Ask, socket.socket] | None = None
+        # Serve one listener each, with its application.
+        self._accepting: list[tuple[App, Listener]] = []
+        self._start_accepting: Callable[[], None] = lambda: None
+        # How long open requests may go on.
+        self._grace = anyio.CancelScope()
         self._are_closed = anyio.Event()
         self._loading = anyio.CancelScope()
         self._heap = Heap()
         self._error: Exception | None = None
 
-    async def run(
+    def succeed(
         self,
-        unopened: "AsyncLLMEngine | Residency",
-        public: Sequence[Listener],
-        admin: Sequence[Listener],
-        backend: str,
+        predecessor: Predecessor,
+        open_journal: "Callable[[], Journal | None]",
+        name_model: Callable[[], bytes],
+    ) -> None:
+        """Take over from a running server when the model is loaded.  Call it before `run`.
+
+        Args:
+            open_journal, name_model: open the journal, and return the digest of the model in it; called in a thread.
+        """
+        self._predecessor = predecessor
+        self._open_journal, self._name_model = open_journal, name_model
+
+    def offer(self, description: Ask, offered: socket.socket) -> None:
+        """Let another server take over from this one.  Call it before `run`."""
+        self._offered = description, offered
+
+    async def run(
+        self, unopened: "AsyncLLMEngine | Residency", listeners: OpenListeners, backend: str
     ) -> None:
         """Serve until a signal arrives, or until the engine dies if there is only one.
 
@@ -151,7 +190,7 @@ class Server:
         sys.setswitchinterval(SWITCH_S)
         try:
             with self._heap:
-                await self._run(unopened, public, admin, backend)
+                await self._run(unopened, listeners, backend)
         finally:
             sys.setswitchinterval(switch_before)
         faulthandler.cancel_dump_traceback_later()
@@ -161,11 +200,11 @@ class Server:
     async def _run(
         self,
         unopened: "AsyncLLMEngine | Residency",
-        public: Sequence[Listener],
-        admin: Sequence[Listener],
+        opened: OpenListeners,
         backend: str,
     ) -> None:
         serve = listener_task(backend)
+        public = opened.public
         several = isinstance(unopened, Residency)
         async with anyio.create_task_group() as helpers:
             await helpers.start(_Signals(self._stop, self._report).forward, name="signals")
@@ -176,8 +215,15 @@ class Server:
                 await helpers.start(self._service.recorder.run_writer, name="recorder")
             async with anyio.create_task_group() as engines:
                 async with anyio.create_task_group() as listeners:
-                    for listener in (*public, *admin):
-                        is_admin = listener in admin
+
+                    def start_accepting() -> None:
+                        for app, listener in self._accepting:
+                            listeners.start_soon(
+                                serve, app, listener, self._shutdown, name="listener"
+                            )
+
+                    for listener in opened.all:
+                        is_admin = listener in opened.admin
                         root_path = "" if is_admin else self._root_path
                         app = App(
                             self._service,
@@ -188,20 +234,23 @@ class Server:
                         )
                         what = "with several models" if several else "loading the model"
                         self._report(f"listening at {listener.address}, {what}")
-                        listeners.start_soon(serve, app, listener, self._shutdown, name="listener")
+                        self._accepting.append((app, listener))
+                    self._start_accepting = start_accepting
+                    if self._predecessor is None:
+                        start_accepting()
                     listeners.start_soon(self._run_background, name="background")
                     if isinstance(unopened, Residency):
                         addresses = ", ".join(listener.address for listener in public)
                         await self._serve_several(unopened, addresses, engines, helpers)
                     else:
-                        await self._serve(unopened, public, engines, helpers)
+                        await self._serve(unopened, opened, engines, helpers)
                 self._are_closed.set()
             helpers.cancel_scope.cancel()
 
     async def _serve(
         self,
         unopened: "AsyncLLMEngine",
-        public: Sequence[Listener],
+        opened: OpenListeners,
         engines: TaskGroup,
         helpers: TaskGroup,
     ) -> None:
@@ -212,16 +261,20 @@ class Server:
                 loading.start_soon(LoadingLine(self._terminal).keep_drawn, name="progress")
             loading.start_soon(self._leave_loading, name="stop while loading")
             with self._loading:
-                engine = await engines.start(self._run_engine, unopened, name="engine")
+                run_engine = partial(self._run_engine, unopened, opened, helpers)
+                engine = await engines.start(run_engine, name="engine")
             loading.cancel_scope.cancel()
         if engine is not None:
             seconds = anyio.current_time() - begun_s
-            addresses = [listener.address for listener in public]
+            addresses = [listener.address for listener in opened.public]
             name, config = self._service.model_names[0], unopened.config
             for line in summarise(name, config, engine.info, addresses, seconds):
                 self._report(line)
             helpers.start_soon(self._watch_death, name="death")
             helpers.start_soon(watch, self._service, self._heap, name="watch")
+            if self._offered is not None:
+                hand_over = HandOver(self, opened, self._offered[1], self._report)
+                await helpers.start(hand_over.listen, name="hand-over")
             await self._shutdown.closing.wait()
         helpers.start_soon(self._abort_later, engine, name="deadline")
         self._service.drain()
@@ -264,7 +317,12 @@ class Server:
         await self._close_connections()
 
     async def _run_engine(
-        self, unopened: "AsyncLLMEngine", *, task_status: TaskStatus["Engine | None"]
+        self,
+        unopened: "AsyncLLMEngine",
+        opened: OpenListeners,
+        helpers: TaskGroup,
+        *,
+        task_status: TaskStatus["Engine | None"],
     ) -> None:
         """Keep the engine open until all connections are closed."""
         is_open = False
@@ -272,8 +330,14 @@ class Server:
             async with unopened as engine:
                 await load_adapters(engine, self._service.settings.lora_modules)
                 self._heap.settle()
+                if self._predecessor is not None:
+                    await self._take_journal(self._predecessor, helpers)
                 self._service.open(engine.engine)
                 self._resume()
+                if self._predecessor is not None:
+                    self._predecessor.finish(opened)
+                    self._report(f"took over from process {self._predecessor.pid}")
+                    self._start_accepting()
                 is_open = True
                 task_status.started(engine.engine)
                 await self._are_closed.wait()
@@ -282,6 +346,63 @@ class Server:
             self._error = error
             if not is_open:
                 task_status.started(None)
+
+    async def _take_journal(self, predecessor: Predecessor, helpers: TaskGroup) -> None:
+        """Wait until the running server accepts no more, and open its journal.
+
+        Raises:
+            TrouperValidationError: it refuses, or the journal cannot be opened.  It goes on then.
+        """
+        name = await anyio.to_thread.run_sync(self._name_model)
+        await anyio.to_thread.run_sync(predecessor.take, name)
+        self._service.journal = await anyio.to_thread.run_sync(self._open_journal)
+        if self._service.journal is not None:
+            await helpers.start(self._service.journal.run_writer, name="journal")
+
+    def describe(self) -> Ask:
+        assert self._offered is not None
+        names = [adapter.lora_name for adapter in self._service.adapters]
+        return msgspec.structs.replace(self._offered[0], adapters=names)
+
+    def stop_accepting(self) -> None:
+        # Their ends close the sockets, and they may have to be served again.
+        copies = [(app, replace(each, sock=each.sock.dup())) for app, each in self._accepting]
+        self._shutdown.leaving.set()
+        self._shutdown = replace(self._shutdown, leaving=anyio.Event())
+        self._accepting = copies
+        self._service.is_leaving = True
+
+    def accept_again(self) -> None:
+        self._service.is_leaving = False
+        self._start_accepting()
+
+    async def close_journal(self, fingerprint: bytes) -> str | None:
+        journal = self._service.journal
+        if journal is None:
+            return None
+        num_running = journal.streams.count()["running"]
+        if num_running and fingerprint != journal.fingerprint:
+            return f"{num_running} answers of another model are running; the same model goes on with them"
+        await journal.lend()
+        return None
+
+    def reopen_journal(self) -> None:
+        if self._service.journal is not None:
+            self._service.journal.take_back()
+
+    async def leave(self) -> None:
+        for _, listener in self._accepting:
+            listener.sock.close()
+        unread = [] if self._service.journal is None else self._service.journal.give()
+        for name in unread:
+            self._service.background.cancel(name)
+        self._report("another server has taken over, open requests end here")
+        self._drain_s = self._shutdown_timeout_s or DRAIN_S
+        faulthandler.dump_traceback_later(KEEP_ALIVE_S + self._drain_s + GUARD_S, exit=True)
+        # Clients may still use idle connections, until these are closed by their own time limit.
+        await anyio.sleep(KEEP_ALIVE_S)
+        self._service.drain()
+        self._shutdown.closing.set()
 
     def _resume(self) -> None:
         """Go on with the answers of an earlier process, before any client is served."""
@@ -298,7 +419,7 @@ class Server:
             await self._shutdown.closing.wait()
             if self._service.journal is not None:
                 # Their clients are as good as those of other requests.  The rest goes on in a later process.
-                with anyio.move_on_after(max(0.0, self._shutdown_timeout_s - GRACE_S)):
+                with anyio.move_on_after(max(0.0, self._drain_s - GRACE_S)):
                     await self._service.journal.streams.wait_unread()
             tasks.cancel_scope.cancel()
 
@@ -312,7 +433,8 @@ class Server:
     async def _abort_later(self, engine: "Engine | None") -> None:
         """Abort the open requests at the deadline, then close the remaining connections."""
         if engine is not None:
-            await anyio.sleep(self._shutdown_timeout_s)
+            with self._grace:
+                await anyio.sleep(self._drain_s)
             self._service.close_gate()
             engine.requests.abort_all()
         await self._close_connections()
@@ -327,6 +449,9 @@ class Server:
             os._exit(EXIT_SIGNALLED + number)
         self._is_stopping = True
         self._service.drain()
+        self._drain_s = self._shutdown_timeout_s
+        if self._service.is_leaving:
+            self._grace.deadline = anyio.current_time() + self._drain_s
         faulthandler.dump_traceback_later(self._shutdown_timeout_s + GUARD_S, exit=True)
         self._report("shutting down")
         self._loading.cancel()

@@ -11,6 +11,7 @@ import anyio
 from trouper.errors import EngineDeadError
 from trouper.frontends.server.generation.adapter import StreamEvent
 from trouper.frontends.server.generation.driver import Driver, client_names
+from trouper.frontends.server.http.body import ClientGone
 from trouper.frontends.server.http.context import (
     Message,
     RequestContext,
@@ -103,21 +104,35 @@ class BackgroundResponse:
     def _ended(self) -> Generator[None]:
         """Store how the block has ended; a failure goes no further."""
         end: JSONObject | None = {**self._response, "status": "cancelled"}
+        is_cut = False
         try:
             yield
             end = None
+        except anyio.get_cancelled_exc_class():
+            is_cut = self._goes_on
+            raise
         except Exception as error:
             end = {**self._response, "status": "failed", "error": self._describe(error)}
             self._failure = end
             # After the engine's death the next process goes on.
             self.notes_end &= not isinstance(error, EngineDeadError)
         finally:
-            self._keep_end(end)
+            if not is_cut:
+                self._keep_end(end)
             log = self._service.responses.log(self.name)
             if log is not None:
-                if end is not None:
+                log.is_cut = is_cut
+                if end is not None and not is_cut:
                     self._append(self._driver.adapter.event(f"response.{end['status']}", end))
                 log.close()
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether a later process goes on with this response if it is cancelled now."""
+        service = self._service
+        stored = service.responses.get(self.name, self._context.tenant)
+        is_running = stored is not None and stored.is_running
+        return is_running and service.journal is not None and service.is_ending
 
     def _keep_end(self, end: JSONObject | None = None) -> None:
         """Store the given end, or else the end of the answer."""
@@ -154,6 +169,7 @@ async def follow(service: Service, context: RequestContext, name: str, start: in
 
     Raises:
         HTTPError: its events are not kept.
+        ClientGone: this process ends before the response.
     """
     log = service.responses.log(name)
     if log is None:
@@ -165,6 +181,8 @@ async def follow(service: Service, context: RequestContext, name: str, start: in
         for number, frame in enumerate(frames, start):
             await context.send_frame(b"id: %d\n%b" % (number, frame) if has_ids else frame)
         start += len(frames)
+    if log.is_cut:
+        raise ClientGone
     if log.is_dropped:
         text = "the events of this response were evicted; get the response by its id"
         raise HTTPError(404, "response_not_found", text)

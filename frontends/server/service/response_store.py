@@ -63,11 +63,12 @@ class EventLog:
     Attributes:
         num_bytes: the memory of the events.
         is_dropped: whether the store removed the events, for want of room or together with the response.
+        is_cut: whether this process ended before the response, with which a later one goes on.
     """
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self.is_dropped = False
+        self.is_dropped = self.is_cut = False
         self._frames: list[bytes] = []
         self._is_over = False
         self._news = anyio.Event()

@@ -105,6 +105,8 @@ class Service:
         self.models: object | None = None
         self._plan = plan
         self._is_draining = False
+        # Whether another server accepts at the same addresses, while this one finishes its open requests.
+        self.is_leaving = False
         self.died = anyio.Event()
         self.steps = StepClock()
         if front is None:
@@ -234,6 +236,11 @@ class Service:
     @property
     def is_draining(self) -> bool:
         return self.front._is_draining
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether this process shuts down, or has passed its listeners on."""
+        return self.is_draining or self.front.is_leaving
 
     @property
     def services(self) -> "list[Service]":

@@ -332,6 +332,13 @@ class ServeSettings(ServerSettings, frozen=True, kw_only=True):
     admin_port: Annotated[
         int | None, Opt("Loopback port of a listener with the control routes.", min=0, max=65535)
     ] = None
+    take_over: Annotated[
+        str | None,
+        Opt(
+            "Take the listeners over from the running server with this --admin-uds, which then ends.",
+            metavar="SOCKET",
+        ),
+    ] = None
     ssl_certfile: Annotated[
         str | None, Opt("Certificate file, to serve https; it may hold the private key too.")
     ] = None

@@ -1,0 +1,393 @@
+"""Pass the listening sockets of a running server to its successor, so that an upgrade refuses no connection.
+
+    successor: Ask → (loads) → Take → (opens the journal) → Done      server: Offer and the sockets → Released → leaves
+
+The server offers its sockets at a socket file next to that of `--admin-uds`.  A successor gets copies of them at once, but accepts nothing
+until its model is ready.  Then the server stops accepting and closes its journal; new connections wait in the kernel meanwhile.
+
+Laws.  Only a process of the same user gets an answer.  Until `Done`, whatever happens to the successor, the server accepts again and goes on.
+After `Done` it only finishes what it has begun.
+"""
+
+import os
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from typing import Protocol, Self
+
+import anyio
+import msgspec
+from anyio.abc import SocketAttribute, SocketListener, TaskStatus, UNIXSocketStream
+
+from trouper import __version__
+from trouper.errors import TrouperValidationError, invalid
+from trouper.frontends.server.http.listeners import LOOPBACK, OLLAMA_PORT, OpenListeners
+from trouper.frontends.server.shared.settings import ServeSettings
+
+# Of the messages below; servers of different versions refuse each other.
+PROTOCOL = 1
+SUFFIX = ".take-over"
+# The longest message: a path of 4 KiB, and some hundred names of adapters.
+MAX_BYTES = 2**16
+# At most five listeners and the socket of the next take-over.
+MAX_SOCKETS = 6
+# Seconds for an answer to a short question.
+ANSWER_S = 10.0
+# Seconds in which requests of the connections accepted last reach their handlers, before the journal is closed.
+SETTLE_S = 0.2
+# Seconds for the successor to open the journal and to resume its answers.
+DONE_S = 60.0
+CREDENTIALS = struct.Struct("3i")
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """Describe what a server and its successor must have in common.
+
+    Attributes:
+        listeners: the addresses by the names of their options.
+        journal: the folder without symbolic links.
+        adapters: the names of its adapters.
+    """
+
+    protocol: int
+    program: str
+    pid: int
+    listeners: dict[str, str]
+    has_tls: bool
+    journal: str | None
+    adapters: list[str]
+
+
+class Take(msgspec.Struct, frozen=True, tag=True):
+    """The successor is ready.  The digest names its model in the journal; it is empty without a journal."""
+
+    fingerprint: bytes = b""
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """The successor has the journal, and begins to accept."""
+
+
+class Offer(msgspec.Struct, frozen=True, tag=True):
+    """The names of the sockets that come with this message, in their order."""
+
+    pid: int
+    listeners: list[str]
+
+
+class Released(msgspec.Struct, frozen=True, tag=True):
+    """The server accepts no more, and its journal is closed."""
+
+
+class TakeOverRefusal(msgspec.Struct, frozen=True, tag=True):
+    """Why there is no take-over, and the option to change."""
+
+    parameter: str
+    message: str
+
+
+Message = Ask | Take | Done | Offer | Released | TakeOverRefusal
+
+
+def describe_server(settings: ServeSettings) -> Ask:
+    """Return what a successor must have in common with a server of these settings."""
+    listeners = {"port": f"{settings.host}:{settings.port}"}
+    if settings.uds is not None:
+        listeners = {"uds": os.path.realpath(settings.uds)}
+    if settings.ollama:
+        listeners["ollama"] = f"{LOOPBACK}:{OLLAMA_PORT}"
+    if settings.admin_uds is not None:
+        listeners["admin_uds"] = os.path.realpath(settings.admin_uds)
+    if settings.admin_port is not None:
+        listeners["admin_port"] = f"{LOOPBACK}:{settings.admin_port}"
+    journal = None if settings.journal is None else os.path.realpath(settings.journal)
+    return Ask(
+        PROTOCOL, __version__, os.getpid(), listeners, settings.ssl_certfile is not None,
+        journal, [adapter.lora_name for adapter in settings.lora_modules],
+    )  # fmt: skip
+
+
+def offering(
+    listeners: OpenListeners, admin_uds: str, report: Callable[[str], None]
+) -> socket.socket | None:
+    """Open the socket at which successors ask, next to that of `--admin-uds`.  Returns None if it cannot be opened."""
+    try:
+        return listeners.socket_file("take_over", admin_uds + SUFFIX)
+    except TrouperValidationError as error:
+        report(f"no other server can take over from this one: {error}")
+        return None
+
+
+def refusal_of(server: Ask, successor: Ask) -> TakeOverRefusal | None:
+    """Decide whether a successor may take over.  Returns the reason why not, if there is one.
+
+    Clients must find the same addresses, and durable answers must not be lost.  Everything else may
+    change.
+    """
+    if server.protocol != successor.protocol:
+        text = (
+            f"the running server (trouper {server.program}) cannot pass its listeners to trouper {successor.program}: "
+            "stop it and start this one"
+        )
+        return TakeOverRefusal("take_over", text)
+    for name in {**server.listeners, **successor.listeners}:
+        theirs, ours = server.listeners.get(name), successor.listeners.get(name)
+        if theirs is None:
+            return TakeOverRefusal(
+                name, f"the running server has no such listener ({ours}); leave it out"
+            )
+        if ours != theirs:
+            return TakeOverRefusal(
+                name, f"the running server listens at {theirs}; give the same address"
+            )
+    if server.has_tls != successor.has_tls:
+        kind = "https" if server.has_tls else "http without a certificate"
+        return TakeOverRefusal("ssl_certfile", f"the running server speaks {kind}; do the same")
+    if server.journal is not None and server.journal != successor.journal:
+        text = f"the running server keeps durable answers in {server.journal}; give the same folder"
+        return TakeOverRefusal("journal", text)
+    missing = sorted(set(server.adapters) - set(successor.adapters))
+    if missing:
+        text = (
+            f"the running server has loaded {missing[0]!r}; give it too, or unload it there first"
+        )
+        return TakeOverRefusal("lora_modules", text)
+    return None
+
+
+class RunningServer(Protocol):
+    """The running server, as far as a hand-over concerns it."""
+
+    def describe(self) -> Ask:
+        """Describe the server as it is now."""
+        ...
+
+    def stop_accepting(self) -> None:
+        """Leave new connections in the queue of the kernel."""
+        ...
+
+    def accept_again(self) -> None:
+        """Go on as before `stop_accepting`."""
+        ...
+
+    async def close_journal(self, fingerprint: bytes) -> str | None:
+        """Close the journal, so that a server of this model can open it.  Returns the reason why this would lose answers."""
+        ...
+
+    def reopen_journal(self) -> None:
+        """Use the journal again."""
+        ...
+
+    async def leave(self) -> None:
+        """Finish what was begun, and end."""
+        ...
+
+
+class HandOver:
+    """The running server's side.
+
+    Args:
+        listeners: those to pass.
+        offered: the socket at which successors ask.  It is passed, too.
+    """
+
+    def __init__(
+        self,
+        server: RunningServer,
+        listeners: OpenListeners,
+        offered: socket.socket,
+        report: Callable[[str], None],
+    ) -> None:
+        self._server, self._report = server, report
+        self._listeners, self._offered = listeners, offered
+        self.is_done = False
+
+    def __repr__(self) -> str:
+        return f"<HandOver {'done' if self.is_done else 'offered'}>"
+
+    async def listen(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Answer one successor after the other, until one has taken over."""
+        async with await SocketListener.from_socket(self._offered.dup()) as listener:
+            task_status.started()
+            while not self.is_done:
+                async with await listener.accept() as stream:
+                    assert isinstance(stream, UNIXSocketStream)
+                    await self._attend(stream)
+        self._offered.close()
+        await self._server.leave()
+
+    async def _attend(self, stream: UNIXSocketStream) -> None:
+        pid, uid = peer_of(stream.extra(SocketAttribute.raw_socket))
+        if uid != os.geteuid():
+            self._report(f"process {pid} of user {uid} asked for the listeners and got none")
+            return
+        channel = _Channel(stream)
+        try:
+            with anyio.fail_after(ANSWER_S):
+                asked = await channel.receive()
+            if isinstance(asked, Ask):
+                await self._answer(channel, asked)
+        except (anyio.EndOfStream, anyio.BrokenResourceError, TimeoutError, ValueError) as error:
+            self._listeners.owns_files = True
+            self._report(f"process {pid} has not taken over, this server goes on: {error!r}")
+
+    async def _answer(self, channel: "_Channel", asked: Ask) -> None:
+        refusal = refusal_of(self._server.describe(), asked)
+        if refusal is not None:
+            await channel.send(refusal)
+            return
+        self._report(f"process {asked.pid} (trouper {asked.program}) prepares to take over")
+        passed = {each.option: each.sock for each in self._listeners.all}
+        passed["take_over"] = self._offered
+        files = [sock.fileno() for sock in passed.values()]
+        # If this server is stopped now, the successor accepts at the same files.
+        self._listeners.owns_files = False
+        await channel.send(Offer(os.getpid(), list(passed)), files)
+        taken = await channel.receive()
+        if isinstance(taken, Take):
+            await self._pass_on(channel, taken.fingerprint)
+
+    async def _pass_on(self, channel: "_Channel", fingerprint: bytes) -> None:
+        self._server.stop_accepting()
+        try:
+            await anyio.sleep(SETTLE_S)
+            problem = await self._server.close_journal(fingerprint)
+            if problem is not None:
+                await channel.send(TakeOverRefusal("journal", problem))
+                return
+            await channel.send(Released())
+            with anyio.fail_after(DONE_S):
+                self.is_done = isinstance(await channel.receive(), Done)
+        finally:
+            if not self.is_done:
+                self._server.reopen_journal()
+                self._server.accept_again()
+
+
+class Predecessor:
+    """The successor's side: the running server, from which it takes over.
+
+    Attributes:
+        pid: the process of the running server.
+        sockets: by the names of their options.
+    """
+
+    def __init__(self, link: socket.socket, offer: Offer, sockets: Sequence[socket.socket]) -> None:
+        self._link = link
+        self.pid = offer.pid
+        self.sockets = dict(zip(offer.listeners, sockets, strict=True))
+
+    def __repr__(self) -> str:
+        return f"<Predecessor {self.pid}>"
+
+    @classmethod
+    def ask(cls, path: str, asked: Ask) -> Self:
+        """Ask the server with this `--admin-uds` for its sockets.
+
+        Raises:
+            TrouperValidationError: there is no such server, it belongs to another user, or it refuses.
+        """
+        link = socket.socket(socket.AF_UNIX)
+        link.settimeout(ANSWER_S)
+        files: list[int] = []
+        try:
+            link.connect(path + SUFFIX)
+            _, uid = peer_of(link)
+            if uid != os.geteuid():
+                raise invalid("take_over", f"the server belongs to user {uid}", path)
+            link.sendall(_encode(asked))
+            data, files, _, _ = socket.recv_fds(link, MAX_BYTES, MAX_SOCKETS)
+            answer = _decode(data)
+            if not isinstance(answer, Offer) or len(files) != len(answer.listeners):
+                raise _refused(answer)
+            found = [socket.socket(fileno=file) for file in files]
+            return cls(link, answer, found)
+        except TimeoutError:
+            link.close()
+            text = "the server does not answer; perhaps it is still loading, or another one is taking over from it"
+            raise invalid("take_over", text, path) from None
+        except OSError as error:
+            link.close()
+            text = (
+                "no running server of one model has this --admin-uds and passes its listeners "
+                f"({error.strerror or error})"
+            )
+            raise invalid("take_over", text, path) from None
+        except BaseException:
+            link.close()
+            raise
+
+    def take(self, fingerprint: bytes) -> None:
+        """Wait until the running server accepts no more and has closed its journal.  Call it from a thread.
+
+        After the end of the running server there is nothing to wait for.
+
+        Raises:
+            TrouperValidationError: it refuses.
+        """
+        self._link.settimeout(DONE_S)
+        try:
+            self._link.sendall(_encode(Take(fingerprint)))
+            data = self._link.recv(MAX_BYTES)
+        except OSError:
+            return
+        if data and not isinstance(answer := _decode(data), Released):
+            raise _refused(answer)
+
+    def finish(self, listeners: OpenListeners) -> None:
+        """Let the running server leave.  It goes on if this is not called."""
+        listeners.owns_files = True
+        try:
+            self._link.sendall(_encode(Done()))
+        except OSError:
+            pass
+        self._link.close()
+
+    def close(self) -> None:
+        """Let the running server go on, unless `finish` was called.  Idempotent."""
+        self._link.close()
+
+
+class _Channel:
+    """Messages over a connection, one line of JSON each.  Each side waits for the other's before it sends the next."""
+
+    def __init__(self, stream: UNIXSocketStream) -> None:
+        self._stream = stream
+
+    async def receive(self) -> Message:
+        """Return the next message.  Raises ValueError for anything else, and anyio's errors for a broken connection."""
+        data = await self._stream.receive(MAX_BYTES)
+        while not data.endswith(b"\n") and len(data) < MAX_BYTES:
+            data += await self._stream.receive(MAX_BYTES - len(data))
+        return _decode(data)
+
+    async def send(self, message: Message, files: Sequence[int] = ()) -> None:
+        if files:
+            await self._stream.send_fds(_encode(message), files)
+        else:
+            await self._stream.send(_encode(message))
+
+
+def peer_of(sock: socket.socket) -> tuple[int, int]:
+    """Return the process and the user at the other end of a socket, as the kernel knows them."""
+    size = CREDENTIALS.size
+    pid, uid, _ = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return pid, uid
+
+
+def _encode(message: Message) -> bytes:
+    return msgspec.json.encode(message) + b"\n"
+
+
+def _decode(data: bytes) -> Message:
+    """Raises ValueError for anything but a message."""
+    try:
+        return msgspec.json.decode(data, type=Message)
+    except msgspec.MsgspecError as error:
+        raise ValueError(str(error)) from None
+
+
+def _refused(answer: Message) -> TrouperValidationError:
+    if isinstance(answer, TakeOverRefusal):
+        return invalid(answer.parameter, answer.message)
+    return invalid("take_over", "the running server has given no sockets")
