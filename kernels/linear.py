@@ -25,7 +25,6 @@ class LinearConfig(NamedTuple):
         quantization: round the weight to this format at load.
         is_compressed: store bfloat16 in twelve bits, if the machine supports it.
         is_for_many_rows: expect that most products have more than a dozen rows.
-        is_for_few_rows: expect that most products have at most some dozen rows, such as those of a head.
         is_batch_invariant: on CUDA, make the bits of a row independent of the number of rows.
     """
 
@@ -33,7 +32,6 @@ class LinearConfig(NamedTuple):
     quantization: Format | None = None
     is_compressed: bool = True
     is_for_many_rows: bool = False
-    is_for_few_rows: bool = False
     is_batch_invariant: bool = False
 
 

@@ -138,10 +138,8 @@ def choose_linear(
     is_fp32 = weight.dtype == torch.float32 and weight.num_in % LANES == 0
     if processor.can_compile and weight.num_out % LANES == 0:
         if is_bf16 and (fmt := weight.fmt or config.quantization) not in (None, "fp8"):
-            from trouper.kernels.cpu.linear.integer import INTEGER_LINEARS, Int8Head
+            from trouper.kernels.cpu.linear.integer import INTEGER_LINEARS
 
-            if fmt == "int8" and config.is_for_few_rows:
-                return Int8Head
             return INTEGER_LINEARS[fmt]
         if processor.can_multiply and is_bf16:
             return _choose_bf16(processor, config)

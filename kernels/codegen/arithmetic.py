@@ -62,6 +62,18 @@ class IntegerBuilder(VectorBuilder):
         low = (u & 0xFF) * (s << 8 >> 8)
         return low + (u >> 8 & 0xFF) * (s >> 8)
 
+    def without_sign(self, a: Value, b: Value) -> tuple[Value, Value]:
+        """Return the bytes |a|, and the bytes b with the sign of a, so that the products stay the same.
+
+        It prepares signed bytes for `byte_pairs`. A byte of b must not be -128.
+        """
+        ir_builder, kind = self.builder, _vector(I8, LANES)
+        x, y = (ir_builder.bitcast(value.ir, kind) for value in (a, b))
+        zeros = ir.Constant(kind, [0] * 4 * LANES)
+        is_negative = ir_builder.icmp_signed("<", x, zeros)
+        found = [ir_builder.select(is_negative, ir_builder.sub(zeros, z), z) for z in (x, y)]
+        return self.as_i32x16(Value(self, found[0])), self.as_i32x16(Value(self, found[1]))
+
     def lookup_bytes(self, table: Sequence[int], index: Value) -> Value:
         """Look up the bytes 0 … 15 of `index` in a table of sixteen bytes.
 

@@ -9,7 +9,6 @@ import logging
 from typing import TYPE_CHECKING, Literal
 
 from trouper.kernels.codegen import choice
-from trouper.kernels.formats import BITS, Format
 
 if TYPE_CHECKING:
     import torch
@@ -88,18 +87,14 @@ def can_decode() -> bool:
     return has_bf16_dot()
 
 
-def integer_unit(
-    fmt: Format, *, has_tiles: bool = True, has_few_rows: bool = False
-) -> Literal["dots", "tiles", "bytes"]:
+def integer_unit(*, has_tiles: bool = True) -> Literal["dots", "tiles", "bytes"]:
     """Return the instructions that multiply weights of few bits.
 
-    Processors without bfloat16 instructions multiply bytes.  With AVX-512 VNNI, bytes are also the fastest for weights of
-    four bits, 1.3 to 1.7 times as fast as dots from two rows on.  Weights of eight bits need products of 16 bits, which are
-    faster than dots up to 16 rows (1.1 times at one row, 1.5 at five) and slower from 64 rows on (0.85).
+    Processors without bfloat16 instructions multiply bytes.  With AVX-512 VNNI, bytes are also faster than dots, 1.3 to 1.7
+    times from two rows on.
 
     Args:
         has_tiles: whether tiles support the other properties of the weight.
-        has_few_rows: whether most products have at most some dozen rows.
     """
     if not can_decode():
         return "bytes"
@@ -107,7 +102,7 @@ def integer_unit(
         return "tiles"
     from trouper.kernels.codegen.features import has_wide_byte_dots
 
-    return "bytes" if (BITS[fmt] < 8 or has_few_rows) and has_wide_byte_dots() else "dots"
+    return "bytes" if has_wide_byte_dots() else "dots"
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trouper.kernels.formats import LIMITS, Format
+from trouper.kernels.formats import LIMIT, Format
 from trouper.kernels.reference.norms import activate
 
 
@@ -80,9 +80,8 @@ def row_group(weight_group: int) -> int:
     return 32 if weight_group % 32 == 0 else 16
 
 
-def quantize_rows_reference(x_TI: Tensor, fmt: Format, group: int) -> IntegerRows:
-    """Round rows to 8 bits for weights of four bits, and to 16 bits for int8."""
-    limit, groups = torch.tensor(LIMITS[fmt]), x_TI.float().unflatten(1, (-1, group))
+def quantize_rows_reference(x_TI: Tensor, group: int) -> IntegerRows:
+    limit, groups = torch.tensor(LIMIT), x_TI.float().unflatten(1, (-1, group))
     # A group with NaN gets NaN.
     largest = groups.abs().amax(2, keepdim=True)
     is_finite = largest.isfinite()
@@ -98,7 +97,7 @@ def integer_linear_reference(
     num_out, num_in = weight.q_OI.shape
     num_groups = weight.scales_OG.shape[1]
     group, x_TI = row_group(num_in // num_groups), _in_order(x_TI, weight.order_I)
-    rows = quantize_rows_reference(x_TI, weight.fmt, group)
+    rows = quantize_rows_reference(x_TI, group)
     integers, minima_OG = weight.q_OI.double().unflatten(1, (num_groups, -1)), weight.minima_OG
     if weight.zeros_OG is not None and weight.fmt == "int8":
         minima_OG = -weight.zeros_OG.float() * weight.scales_OG.float()

@@ -9,7 +9,7 @@ from trouper.kernels.codegen import units
 from trouper.kernels.cpu.linear.by_torch import OneDNNLinear, PlainLinear
 from trouper.kernels.cpu.linear.compressed import CompressedLinear
 from trouper.kernels.cpu.linear.dense import DenseLinear
-from trouper.kernels.cpu.linear.integer import Fp4Linear, Int4Linear, Int8Head, Int8Linear
+from trouper.kernels.cpu.linear.integer import Fp4Linear, Int4Linear, Int8Linear
 from trouper.kernels.cpu.linear.split_fp32 import SplitLinear
 from trouper.kernels.linear import LinearConfig
 from trouper.kernels.select import Processor, WeightSpec, choose_linear
@@ -33,8 +33,6 @@ EIGHT_ROWS = LinearConfig(is_compressed=False)
         (AVX512, BF16, MANY, DenseLinear),
         (AVX512, BF16, INT4, Int4Linear),
         (AVX512, BF16, INT8, Int8Linear),
-        (AVX512, BF16, INT8._replace(is_for_few_rows=True), Int8Head),
-        (AVX512, BF16, INT4._replace(is_for_few_rows=True), Int4Linear),
         (AVX2, BF16, LinearConfig(), DenseLinear),
         (AVX2, BF16, INT4, Int4Linear),
         (OLD, BF16, INT8, Int8Linear),
@@ -55,20 +53,20 @@ def test_the_method_depends_on_dtype_machine_and_config(machine, dtype, config, 
 
 
 @pytest.mark.parametrize(
-    ("is_wide", "fmt", "has_few_rows", "unit"),
+    ("is_wide", "bf16_unit", "has_tiles", "unit"),
     [
-        (True, "int8", True, "bytes"),
-        (True, "int8", False, "dots"),
-        (True, "int4", False, "bytes"),
-        (False, "int8", True, "dots"),
+        (True, "dots", True, "bytes"),
+        (True, "tiles", True, "tiles"),
+        (True, "tiles", False, "bytes"),
+        (False, "dots", True, "dots"),
     ],
 )
-def test_eight_bits_are_bytes_for_few_rows(is_wide, fmt, has_few_rows, unit, monkeypatch):
+def test_integers_use_tiles_or_bytes(is_wide, bf16_unit, has_tiles, unit, monkeypatch):
     features = importlib.import_module("trouper.kernels.codegen.features")
     monkeypatch.setattr(units, "can_decode", lambda: True)
-    monkeypatch.setattr(units, "bf16_unit", lambda: "dots")
+    monkeypatch.setattr(units, "bf16_unit", lambda: bf16_unit)
     monkeypatch.setattr(features, "has_wide_byte_dots", lambda: is_wide)
-    assert units.integer_unit(fmt, has_few_rows=has_few_rows) == unit
+    assert units.integer_unit(has_tiles=has_tiles) == unit
 
 
 def test_checkpoint_integers_stay_integers_if_possible():

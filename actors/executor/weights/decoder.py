@@ -249,7 +249,7 @@ def _head(
     assert parameter is not None
     rows = source.integers(parameter, place.dtype) if place.device is None else None
     fmt: Format | None = "int8" if place.linear.quantization else None
-    config = place.linear._replace(quantization=fmt, is_for_few_rows=True)
+    config = place.linear._replace(quantization=fmt)
     bias = None
     if traits.head_bias:
         whole = next(p for p in outer_parameters(traits) if p.name == "head.bias")

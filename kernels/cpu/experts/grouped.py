@@ -69,11 +69,11 @@ def grouped_bytes(
     minima_kind: Kind | None,
     group: int,
 ) -> None:
-    """Write the kernel with the arguments rows' q and r, divisor, W, y, T k, I / 2, O / 16, pairs of a group, order, spans."""
-    x, records, divisor, weights, y, *sizes, order, spans = code.arguments(11)
+    """Write the kernel with the arguments rounded rows, divisor, W, y, T k, I / 2, O / 16, pairs of a group, order, spans."""
+    x, divisor, weights, y, *sizes, order, spans = code.arguments(10)
     choices, none, alone = Choices(code, order, divisor), [code.i64(0)] * ADDRESSES, code.i64(1)
     num_rows, pairs, num_panels, length = sizes
-    arguments = [x, records, *none, y, num_rows, pairs, num_panels, num_panels, length, alone]
+    arguments = [x, *none, y, num_rows, pairs, num_panels, num_panels, length, alone]
     options = fmt, scale_kind, has_zeros, minima_kind, group
     work = ByteProduct(code, *options, arguments)
     work.rows = choices
@@ -87,10 +87,8 @@ def grouped_bytes(
                     work.block(panel, code.i64(0), block.rows)
             before = block.rows
         with code.when(item.num_rows > before):
-            block = BYTE_BLOCKING.many
-            for panel in code.loop(item.first_panel, item.stop, block.panels):
-                for row in code.loop(0, item.num_rows, block.rows):
-                    work.block(panel, row, block.rows)
+            for panel in code.loop(item.first_panel, item.stop, BYTE_BLOCKING.many.panels):
+                work.many_rows(panel, code.i64(0), item.num_rows)
 
 
 def grouped_integers(

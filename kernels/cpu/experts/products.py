@@ -119,7 +119,7 @@ class IntegerExpertProducts:
         y = x_RI.new_empty((len(routed.order), num_out))
         if self._is_bytes:
             rows = first.quantized_rows(x_RI)
-            x, scratch = [part.data_ptr() for part in rows], []
+            x, scratch = [rows.data_ptr()], []
         else:
             x, num_sums = [x_RI.data_ptr(), x_RI.stride(0) // 2], 0
             if first.minima is not None:

@@ -4,7 +4,7 @@
     q [O / 64, I / 8, 4, 16]        int4, fp4: words of eight inputs
       [O / 64, I / 16, 3, 4, 16]    int6: two words of lowest four bits, then one of the other two bits of 16 inputs
       [O / 64, I / 32, 5, 4, 16]    int5: four words of lowest four bits, then one of the fifth bit of 32 inputs
-      [O / 64, I / 8, 4, 4, 16, 2]  int8: bytes of four pairs of inputs
+      [O / 64, I / 8, 4, 2, 16, 4]  int8: bytes of eight inputs in the order 0 4 1 5, 2 6 3 7
     s [O / 64, I / G, 4, 16]        bfloat16, half or float32; G inputs of an output share a scale: a multiple of 32, or 16
       [O / 64, I / 256, N]          bytes of blocks of 256 inputs, without m: half-precision factors of scales, and of
                                     minima; then of each group integers of scales, and of minima
@@ -19,8 +19,7 @@ stream.  With separate panels a third of each would be processed before prefetch
 Units (`units.integer_unit`):
 
     dots, tiles  integers become pairs of bfloat16, exactly, for the units of `products.py` (`integer_matmul.py`)
-    bytes        rows become integers, 16 bits for int8 and 8 for the others, and products are exact
-                 (`integer_bytes.py`)
+    bytes        rows become integers of eight bits, and products are exact (`integer_bytes.py`)
 
 On machines with tiles, weights with minima and int8 in groups use bytes or dots.  Only bytes support int5, int6, int4 in groups
 of 16, and scales in blocks.
@@ -48,7 +47,7 @@ from trouper.kernels.cpu.linear.integer_matmul import (
     scratch_bytes,
 )
 from trouper.kernels.cpu.linear.integer_panels import quantize_panels
-from trouper.kernels.cpu.linear.integer_rows import RECORD, gathered, quantize_rows
+from trouper.kernels.cpu.linear.integer_rows import gathered, quantize_rows, words_of_group
 from trouper.kernels.cpu.linear.quantization import (
     PANELS,
     IntegerWeight,
@@ -59,7 +58,7 @@ from trouper.kernels.cpu.linear.quantization import (
     num_blocks,
     packed,
 )
-from trouper.kernels.formats import Format, integers_per_word
+from trouper.kernels.formats import Format
 from trouper.kernels.linear import LinearMethod
 from trouper.kernels.reference.linear import row_group
 
@@ -68,8 +67,6 @@ class IntegerLinear(LinearMethod):
     """A weight of integers with a scale for each group of inputs, rounded at load or in the checkpoint."""
 
     fmt: ClassVar[Format]
-    # Whether most products have at most some dozen rows.
-    has_few_rows: ClassVar[bool] = False
     is_recordable: ClassVar[bool] = True
     takes_integers: ClassVar[bool] = True
 
@@ -119,7 +116,7 @@ class IntegerLinear(LinearMethod):
     @classmethod
     def _unit(cls, num_groups: int, *, has_minima: bool = False) -> Unit:
         has_tiles = not has_minima and not (cls.fmt == "int8" and num_groups > 1)
-        return units.integer_unit(cls.fmt, has_tiles=has_tiles, has_few_rows=cls.has_few_rows)
+        return units.integer_unit(has_tiles=has_tiles)
 
     @property
     def num_bytes(self) -> int:
@@ -155,16 +152,15 @@ class IntegerLinear(LinearMethod):
 
     def _by_bytes(self, x_TI: Tensor, y_TO: Tensor) -> None:
         num_rows, (num_out, num_in) = len(x_TI), self.shape
-        num_threads, rounded = torch.get_num_threads(), (0, 0)
-        bytes_each = integer_bytes.scratch_bytes(num_rows, num_in, self.fmt, self.row_group)
-        if not bytes_each:
-            q_TI, records = self.quantized_rows(x_TI)
-            rounded = q_TI.data_ptr(), records.data_ptr()
+        num_threads = torch.get_num_threads()
+        bytes_each = integer_bytes.scratch_bytes(num_rows, num_in, self.row_group)
+        # Few rows are rounded by the threads that multiply them.
+        rounded = None if bytes_each else self.quantized_rows(x_TI)
         self._matmul(
             BYTE_BLOCKING.num_items(num_rows, num_out, num_in),
             x_TI.data_ptr(),
             x_TI.stride(0) // 2,
-            *rounded,
+            0 if rounded is None else rounded.data_ptr(),
             *self._arguments(y_TO),
             num_threads,
             launch.scratch(num_threads * bytes_each),
@@ -172,25 +168,20 @@ class IntegerLinear(LinearMethod):
             num_threads=num_threads,
         )
 
-    def quantized_rows(self, x_TI: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows as integers with their scales: the input of `byte_matmul`.
-
-        Used on processors without bfloat16 instructions.
-        """
+    def quantized_rows(self, x_TI: Tensor) -> Tensor:
+        """Return the rows as integers with their scales: the input of `byte_matmul` with many rows."""
         num_rows, num_in = len(x_TI), self.shape[1]
-        per_word = integers_per_word(self.fmt)
-        q_TI = x_TI.new_empty((num_rows, num_in // per_word), dtype=torch.int32)
-        records = x_TI.new_empty((num_rows, num_in // self.row_group * RECORD), dtype=torch.int32)
+        words = num_in // self.row_group * words_of_group(self.row_group)
+        q_TI = x_TI.new_empty((num_rows, words), dtype=torch.int32)
         self._quantize(
             num_rows,
             x_TI.data_ptr(),
             x_TI.stride(0) // 2,
             q_TI.data_ptr(),
-            records.data_ptr(),
             num_in // 2,
             num_threads=torch.get_num_threads(),
         )
-        return q_TI, records
+        return q_TI
 
     def _arguments(self, y_TO: Tensor) -> tuple[int, ...]:
         """Return the arguments of the weight and the sizes, which both kernels share."""
@@ -228,12 +219,6 @@ class Int6Linear(IntegerLinear):
 
 class Int8Linear(IntegerLinear):
     fmt: ClassVar[Format] = "int8"
-
-
-class Int8Head(Int8Linear):
-    """A linear layer with weights of eight bits for few rows, such as the head, which only sampled tokens need."""
-
-    has_few_rows: ClassVar[bool] = True
 
 
 class Fp4Linear(IntegerLinear):

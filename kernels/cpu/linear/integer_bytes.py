@@ -1,7 +1,7 @@
 """y = x (s · (q - z) + m)ᵀ + b with rows rounded to integers.
 
-All processors without bfloat16 instructions multiply like this, and processors with AVX-512 VNNI multiply weights of up to six
-bits like this: a dot product of bytes does twice as much work as one of bfloat16, and a nibble needs no lookup.
+All processors without AMX multiply like this: a dot product of bytes does twice as much work as one of bfloat16, and a nibble
+needs no lookup.
 
 Weights have the layout of `integer.py`, rows the layout of `integer_rows.py`.
 
@@ -13,22 +13,23 @@ to its total.  The two nibbles of a byte of weight are extracted in registers an
     int5, int6  likewise with q + 16 and q + 32; the other bits of a number are shifted to their place in its byte; for AVX2
                 16 bits hold four products
     fp4   likewise with q + 12, from a lookup table; for AVX2 16 bits hold four
-    int8  two products of 16-bit integers in a lane
+    int8  a byte of weight, with w + 128 for VNNI; otherwise |w|, and x with the sign of w, so that 16 bits hold two products
 
 Law: a row's result depends neither on the number of rows nor on the processor.  Sums of integers are exact, and the
 groups fix the order of everything else (`kernels/reference/linear.py` has the same bits).
 
 Four interleaved panels are one stream of memory.  With thirty-two registers and up to five rows it is read in the order
-of its addresses, and the accumulators of all four panels are in registers.  In other blocks the panels of a group are
-processed one after the other, with the accumulators of only one.  The totals, used once a group, stay in the first cache.
+of its addresses, and the accumulators of all four panels are in registers.  More rows are computed in blocks of eight and one
+panel, whose sums and totals fill the registers; the last block of rows prefetches the weights that follow.  With fewer
+registers the panels of a group are processed one after the other, and the totals, used once a group, stay in the first cache.
 A prefetch takes one of the core's few places for missing cache lines, so up to three rows, which wait for memory, leave
 seven of eight lines to the processor's own prefetcher.
 
 Roofline: O I (bits / 8 + 2 / G) bytes, T O I products.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Literal
 
 from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.core import Pointer, Value, Var
@@ -37,11 +38,12 @@ from trouper.kernels.codegen.units import LANES, Kind
 from trouper.kernels.cpu.linear.integer_panels import AHEAD, LINE, PanelStream
 from trouper.kernels.cpu.linear.integer_rows import (
     LOW_SUM,
-    MINUS_EIGHT_SUMS,
+    MINUS_OFFSETS,
     RECORD,
     SCALE,
     SCALED_SUM,
     quantize_row,
+    words_of_group,
 )
 from trouper.kernels.cpu.linear.integer_scales import BlockScales, PlainScales, Scales
 from trouper.kernels.cpu.linear.products import AllRows, Block, Blocking, Rows, items_of_many
@@ -54,12 +56,12 @@ from trouper.kernels.cpu.linear.quantization import (
     WORDS_OF_CHUNK,
     ScaleKind,
 )
-from trouper.kernels.formats import CENTRES, Format, integers_per_word
+from trouper.kernels.formats import CENTRES, OFFSETS, Format
 
-# Blocks of four rows leave registers for the weights.  Blocks of eight need more than thirty-two registers, and took 1.6
-# times as long for each row.
+# A block of many rows has the sums and totals of one panel in registers.
+MANY = 8 if num_registers() == 32 else 4
 _FEW = (1, 2, 3, 4, 5, 6) if num_registers() == 32 else (1, 2, 3)
-BYTE_BLOCKING = Blocking(few=tuple(Block(PANELS, rows) for rows in _FEW), many=Block(PANELS, 4))
+BYTE_BLOCKING = Blocking(few=tuple(Block(PANELS, rows) for rows in _FEW), many=Block(PANELS, MANY))
 # Up to this many rows the accumulators of four panels fit in the registers.
 IN_ORDER = 5 if num_registers() == 32 else 0
 # Up to this many rows one row of steps in two is prefetched, by its first line.
@@ -67,23 +69,22 @@ SPARSE = 3
 # Steps to prefetch if every line is prefetched.  The first cache requests some two dozen lines at once: with 48 steps five
 # rows took 1.03 to 1.1 times as long.
 AHEAD_OF_MANY = 24
+# Which weights a block prefetches: some or all lines of later steps, the same step of the next panels in memory, or none.
+Ask = Literal["some", "each", "next", "none"]
 EIGHTS = 0x0F0F0F0F  # the low nibbles of a word
+SIGNS = -0x7F7F7F80  # the highest bit of each byte: 0x80808080
 FIRST_BITS = 0x01010101  # the lowest bit of each byte
 ONES = 0x00010001
 # Stored zeros exceed -(z + 8) by this number.
 ALL_BITS = 0x20
 
 
-def scratch_bytes(num_rows: int, num_in: int, fmt: Format, group: int) -> int:
+def scratch_bytes(num_rows: int, num_in: int, group: int) -> int:
     """Count the bytes of scratch memory that a thread needs: the integers and records of few rows, or nothing for many."""
     if num_rows > BYTE_BLOCKING.most_few:
         return 0
-    return -(-num_rows * _words_of_row(num_in // 2, fmt, group) * 4 // LINE) * LINE
-
-
-def _words_of_row(pairs: Any, fmt: Format, group: int) -> Any:
-    """Count the words of a row's integers and records."""
-    return pairs // (integers_per_word(fmt) // 2) + pairs // (group // 2) * RECORD
+    words = num_in // group * words_of_group(group)
+    return -(-num_rows * words * 4 // LINE) * LINE
 
 
 def byte_matmul(
@@ -94,7 +95,7 @@ def byte_matmul(
     minima_kind: Kind | None,
     group: int,
 ) -> None:
-    """Write the kernel with the arguments x, its stride in words, many rows' q and r, q, s, z or 0, m or 0, b or 0, y, T, I / 2,
+    """Write the kernel with the arguments x, its stride in words, many rounded rows, q, s, z or 0, m or 0, b or 0, y, T, I / 2,
     O / 16, the stride of y / 16, pairs of a group, threads, scratch, scratch bytes of a thread.
 
     A work item is the panels of a range of rows.  Each thread rounds few rows for itself, which takes less time than
@@ -103,7 +104,7 @@ def byte_matmul(
     Args:
         group: number of inputs of x that share a scale.
     """
-    x, stride, *arguments, scratch, bytes_each = code.arguments(18)
+    x, stride, *arguments, scratch, bytes_each = code.arguments(17)
     work = ByteProduct(code, fmt, scale_kind, has_zeros, minima_kind, group, arguments)
     shape, num_rows, before = BYTE_BLOCKING, work.num_rows, 0
     with code.when(num_rows <= shape.most_few):
@@ -114,12 +115,10 @@ def byte_matmul(
                     work.block(item * block.panels, code.i64(0), block.rows)
             before = block.rows
     with code.when(num_rows > shape.most_few):
-        work.num_between = work.num_threads - 1
-        work.take_rows(*arguments[:2])
-        rows = shape.many.rows
-        for panel, first, stop in items_of_many(code, shape.many, num_rows, work.num_panels):
-            for row in code.loop(first, stop, rows):
-                work.block(panel, row, rows)
+        work.take_rows(arguments[0])
+        items = code.runs_of_items(work.num_threads)
+        for panel, first, stop in items_of_many(code, shape.many, num_rows, work.num_panels, items):
+            work.many_rows(panel, first, stop)
 
 
 class ByteProduct:
@@ -135,7 +134,7 @@ class ByteProduct:
         group: int,
         arguments: Sequence[Value],
     ) -> None:
-        x, records, q, s, z, m, bias, y, *sizes = arguments
+        x, q, s, z, m, bias, y, *sizes = arguments
         self.num_rows, self._pairs, self.num_panels, self._y_panels, *sizes = sizes
         self._length, self.num_threads = sizes
         # A call with few rows takes runs of work items; see `PanelStream`.
@@ -147,7 +146,7 @@ class ByteProduct:
         self._kind: ScaleKind = scale_kind
         self._has_zeros = has_zeros
         self._minima_kind: Kind | None = minima_kind
-        self.take_rows(x, records)
+        self.take_rows(x)
         self._y = code.pointer(y, "bf16")
         self.rows: Rows = AllRows(code, self.num_rows)
         self.take_weight(q, s, z, m, bias)
@@ -163,38 +162,57 @@ class ByteProduct:
         if self._minima_kind is not None and self._kind != "blocks":
             self._minima = code.pointer(m, self._minima_kind)
 
-    def take_rows(self, x: Value, records: Value) -> None:
-        """Use the rounded rows at these addresses from now on.
-
-        `records` contains the scale of each group of their inputs. Every following block multiplies these rows.
-        """
-        self._x, self._records = self._code.pointer(x, "i32"), self._code.pointer(records, "i32")
+    def take_rows(self, x: Value) -> None:
+        """Use the rounded rows at this address from now on: every following block multiplies these rows."""
+        self._x = self._code.pointer(x, "i32")
 
     def round_rows(self, x: Value, stride: Value, target: Value) -> None:
         """Round all rows of x to `target`, and use them from now on.
 
         With few rows each thread rounds them itself, which saves a launch.
         """
-        code, pairs = self._code, self._pairs
-        per_row = pairs // (integers_per_word(self._fmt) // 2)
-        records = target + self.num_rows * per_row * 4
-        self.take_rows(target, records)
+        code = self._code
+        self.take_rows(target)
         for row in code.loop(0, self.num_rows):
             source = code.pointer(x, "i32") + row * stride
-            record = self._records + row * (pairs // self._group * RECORD)
-            quantize_row(
-                code, self._fmt, 2 * self._group, source, self._x + row * per_row, record, pairs
-            )
+            quantize_row(code, self._fmt, 2 * self._group, source, self._row(row), self._pairs)
+
+    def _row(self, row: Value) -> Pointer:
+        return self._x + row * (self._pairs // self._group * words_of_group(2 * self._group))
 
     def block(self, first_panel: Value, first_row: Value, rows: int) -> None:
-        """Compute four panels of a block of rows.  Indices beyond the last row or panel repeat the last one."""
+        """Compute four panels of a block of few rows.  Indices beyond the last row or panel repeat the last one."""
         code = self._code
+        if rows > IN_ORDER and num_registers() == 32:
+            self.many_rows(first_panel, first_row, first_row + rows, rows)
+            return
         at_panel = [code.minimum(first_panel + p, self.num_panels - 1) for p in range(PANELS)]
+        self._block(at_panel, first_row, rows, "some" if rows <= min(SPARSE, IN_ORDER) else "each")
+
+    def many_rows(
+        self, first_panel: Value, first_row: Value, stop: Value, rows: int = MANY
+    ) -> None:
+        """Compute four panels of a range of rows, one panel of a block of rows after the other.
+
+        The first block of rows reads the panels from memory, the others from the second cache.  The last one prefetches the
+        four panels that follow in memory, at the rate at which it multiplies.
+        """
+        code = self._code
+        last = code.minimum(first_panel + PANELS, self.num_panels)
+        for row in code.loop(first_row, stop, rows):
+            is_last, is_short = stop - row <= rows, stop - row <= rows // 2
+            for panel in code.loop(first_panel, last):
+                with code.when(is_short):
+                    self._block([panel], row, rows // 2, "next")
+                with code.when(is_last & is_short.equals(0)):
+                    self._block([panel], row, rows, "next")
+                with code.when(is_last.equals(0)):
+                    self._block([panel], row, rows, "none")
+
+    def _block(self, at_panel: Sequence[Value], first_row: Value, rows: int, ask: Ask) -> None:
+        code = self._code
         at_row = [self.rows.row(first_row + r) for r in range(rows)]
-        x_rows = [self.rows.x_row(row) for row in at_row]
-        per_row = self._pairs // (integers_per_word(self._fmt) // 2)
-        xs = [self._x + r * per_row for r in x_rows]
-        records = [self._records + r * (self._pairs // self._group * RECORD) for r in x_rows]
+        xs = [self._row(self.rows.x_row(row)) for row in at_row]
         num_words = self._pairs // STEP
         if self._chunk > 1:
             num_words = num_words // self._chunk * (self._chunk + 1)
@@ -205,17 +223,20 @@ class ByteProduct:
         scales = [self._scales_of(p, num_spans) for p in at_panel]
         zeros = [self._stream(self._zeros, p, LANES, num_spans) for p in at_panel if self._zeros]
         totals = [[code.var(code.f32x16(0.0)) for _ in range(rows)] for _ in at_panel]
-        parts = [range(PANELS)] if rows <= IN_ORDER else [(p,) for p in range(PANELS)]
+        places = range(len(at_panel))
+        parts = [places] if rows <= IN_ORDER else [(p,) for p in places]
+        size = words_of_group(2 * self._group)
         for g in code.loop(0, num_spans):
             for each in (*scales, *zeros):
                 each.enter(g)
             for k in code.loop(g * per_span, (g + 1) * per_span):
-                own = [record + k * RECORD for record in records]
+                own = [x + k * size for x in xs]
+                records = [x + (size - RECORD) for x in own]
                 for part in parts:
                     zero = [zeros[p].at(g).load() for p in part if zeros]
-                    sums = self._sums([weights[p] for p in part], xs, own, k, zero)
+                    sums = self._sums([weights[p] for p in part], own, k, zero, ask)
                     for p, of_panel in zip(part, sums, strict=True):
-                        self._add_group(totals[p], of_panel, own, *scales[p].at(g, k))
+                        self._add_group(totals[p], of_panel, records, *scales[p].at(g, k))
         for panel, of_panel in zip(at_panel, totals, strict=True):
             self._finish(of_panel, panel, at_row)
 
@@ -257,20 +278,18 @@ class ByteProduct:
         self,
         weights: Sequence[PanelStream],
         xs: Sequence[Pointer],
-        records: Sequence[Pointer],
         group: Value,
         zeros: Sequence[Value],
+        ask: Ask,
     ) -> list[list[Value]]:
         """Return the exact sums of some panels over a group of x, for each row.
 
         Args:
             zeros: the stored zeros of each panel, or nothing.
         """
-        if self._fmt == "int8":
-            return self._sums_of_words(weights, xs, group)
         code = self._code
         starts = [
-            [self._correction(record, zeros[p] if zeros else None) for record in records]
+            [self._correction(x + self._group // 2, zeros[p] if zeros else None) for x in xs]
             for p in range(len(weights))
         ]
         # For AVX2 the sums of a group of int4 fit in 16 bits.
@@ -279,8 +298,9 @@ class ByteProduct:
             [code.var(code.i16x32(0) if is_narrow else start) for start in of_panel]
             for of_panel in starts
         ]
-        for number, chunk in self._chunks(group, len(xs)):
-            self._add_chunk(sums, weights, xs, number, chunk)
+        chunks = self._group // STEP // self._chunk
+        for number in range(chunks):
+            self._add_chunk(sums, weights, xs, number, group * chunks + number, ask)
         if not is_narrow:
             return [[Value(code, total.ir) for total in of_panel] for of_panel in sums]
         ones = code.i32x16(ONES)
@@ -296,32 +316,31 @@ class ByteProduct:
         xs: Sequence[Pointer],
         number: int,
         chunk: Value,
+        ask: Ask,
     ) -> None:
         """Add the products of a chunk of words and the rows to the sums of each panel and row.
 
         Args:
-            number: the chunk's number in its group, if chunks are unrolled.
+            number: the chunk's number in its group.
         """
         code, num_words = self._code, self._chunk
         stored = num_words + (num_words > 1)
         first = chunk * stored
         for j in range(stored):
             for p, weight in enumerate(weights):
-                self._ask(weight, first, p, number * stored + j, len(xs), more=j)
+                self._ask(weight, first, p, number * stored + j, ask, more=j)
         others = [weight.at(first, num_words).load() for weight in weights if num_words > 1]
         for j in range(num_words):
             x = [
-                [code.i32x16(row[(chunk * num_words + j) * 2 + i]) for i in range(2)] for row in xs
+                [code.i32x16(row[(number * num_words + j) * 2 + i]) for i in range(2)] for row in xs
             ]
             for p, weight in enumerate(weights):
-                word = weight.at(first, j).load()
-                halves = [(word >> 4 * i if i else word) & EIGHTS for i in range(2)]
+                halves = self._halves(weight.at(first, j))
                 if others:
                     halves = [
                         half | self._other_bits(others[p], 2 * j + i)
                         for i, half in enumerate(halves)
                     ]
-                halves = [self._unsigned(half) for half in halves]
                 for total, own in zip(sums[p], x, strict=True):
                     self._add(total, halves, own)
 
@@ -332,52 +351,34 @@ class ByteProduct:
         moved = word << shift if shift > 0 else word >> -shift
         return moved & (((1 << width) - 1) << FIFTH) * FIRST_BITS
 
-    def _sums_of_words(
-        self, weights: Sequence[PanelStream], xs: Sequence[Pointer], group: Value
-    ) -> list[list[Value]]:
-        """Return the sums of int8, by products of 16-bit integers."""
-        code = self._code
-        sums = [[code.var(code.i32x16(0)) for _ in xs] for _ in weights]
-        for number, step in self._chunks(group, len(xs)):
-            for p, weight in enumerate(weights):
-                self._ask(weight, step, p, number, len(xs))
-                place = weight.at(step).of("i8")
-                for j in range(STEP):
-                    pairs = code.as_i32x16(place.load_bytes(j * 2 * LANES))
-                    for total, row in zip(sums[p], xs, strict=True):
-                        x = code.i32x16(row[step * STEP + j])
-                        total.set(code.word_dot(total, pairs, x))
-        return [[Value(code, total.ir) for total in of_panel] for of_panel in sums]
-
     def _ask(
-        self, weight: PanelStream, word: Value, place: int, number: int, rows: int, *, more: int = 0
+        self, weight: PanelStream, word: Value, place: int, number: int, ask: Ask, *, more: int = 0
     ) -> None:
         """Prefetch a later word of a panel.
 
         Args:
             place: number of the panel among those read together.
-            number: the word's number in its group, if the words are unrolled.
+            number: the word's number in its group.
             more: what is added to `word`.
         """
-        is_sparse = rows <= min(SPARSE, IN_ORDER)
-        if not is_sparse:
+        if ask == "each":
             weight.ask(word, AHEAD_OF_MANY, more)
-        elif place == 0 and number % 2 == 0:
+        elif ask == "next":
+            weight.ask_next(word, more)
+        elif ask == "some" and place == 0 and number % 2 == 0:
             weight.ask(word, AHEAD, more)
 
-    def _unsigned(self, nibbles: Value) -> Value:
-        """Return the unsigned bytes to multiply: the weights plus the constant that makes the smallest one 0."""
+    def _halves(self, place: Pointer) -> list[Value]:
+        """Return the bytes of both halves of a step: plus the offset of their format, except int8 without VNNI."""
+        code = self._code
+        if self._fmt == "int8":
+            halves = [place.load(), place.load(LANES)]
+            return [half ^ SIGNS for half in halves] if has_byte_dots() else halves
+        word = place.load()
+        halves = [word & EIGHTS, word >> 4 & EIGHTS]
         if self._fmt != "fp4":
-            return nibbles
-        return self._code.lookup_bytes([x - min(E2M1) for x in E2M1], nibbles)
-
-    def _chunks(self, group: Value, rows: int) -> Iterator[tuple[int, Value]]:
-        """Yield the chunks of a group of x with their numbers, unrolled for one row and for panels read in order."""
-        chunks = self._group // STEP // self._chunk
-        first = group * chunks
-        if rows <= max(IN_ORDER, 1) or chunks == 1:
-            return ((number, first + number) for number in range(chunks))
-        return ((0, chunk) for chunk in self._code.loop(first, first + chunks))
+            return halves
+        return [code.lookup_bytes([x + OFFSETS["fp4"] for x in E2M1], half) for half in halves]
 
     def _add(self, total: Var, halves: Sequence[Value], xs: Sequence[Value]) -> None:
         """Add the products of one step."""
@@ -386,6 +387,11 @@ class ByteProduct:
             for half, x in zip(halves, xs, strict=True):
                 total.set(code.byte_dot(total, half, x))
             return
+        if self._fmt == "int8":
+            for half, x in zip(halves, xs, strict=True):
+                pairs = code.byte_pairs(*code.without_sign(half, x))
+                total.set(total + code.word_pairs(pairs, code.i32x16(ONES)))
+            return
         first, second = (code.byte_pairs(half, x) for half, x in zip(halves, xs, strict=True))
         if self._fmt == "int4":
             total.set(total + first + second)
@@ -393,13 +399,12 @@ class ByteProduct:
             total.set(total + code.word_pairs(first + second, code.i32x16(ONES)))
 
     def _correction(self, record: Pointer, zero: Value | None) -> Value:
-        """Return the correction for the constant in the bytes, times x: the centre, or 8 + z, or 12 for fp4."""
+        """Return the correction for the constant in the bytes, times x: the offset of the format, or 8 + z."""
         code = self._code
-        if self._fmt == "fp4":
-            return code.i32x16((record[MINUS_EIGHT_SUMS] * 3) >> 1)
+        if self._fmt == "int8" and not has_byte_dots():
+            return code.i32x16(0)
         if zero is None:
-            times = CENTRES[self._fmt] // 8
-            return code.i32x16(record[MINUS_EIGHT_SUMS] * times)
+            return code.i32x16(record[MINUS_OFFSETS])
         own = code.as_i32x16(code.as_i16x32(zero) - ALL_BITS)
         return code.word_pairs(own, code.i32x16(record[LOW_SUM]))
 

@@ -65,6 +65,12 @@ class PanelStream:
         for line in range(0, self._stride // PANELS, LINE // 4):
             there.prefetch(line)
 
+    def ask_next(self, i: Value, more: int = 0) -> None:
+        """Prefetch the entry of the panel with the same place among the next interleaved ones."""
+        there = self.at(i + self._count, more)
+        for line in range(0, self._stride // PANELS, LINE // 4):
+            there.prefetch(line)
+
 
 class NibblePanel:
     """A panel of int4 or fp4 weights, decoded to pairs of bfloat16.
@@ -107,9 +113,14 @@ class BytePanel:
     def pairs(self, i: Value, more: int = 0) -> list[Value]:
         code = self._code
         self._words.ask(i, AHEAD, more)
-        here = self._words.at(i, more).of("i8")
-        numbers = [code.to_f32x16(here.load(half * LANES)) for half in range(2 * STEP)]
-        return [code.pack_bf16(*numbers[j : j + 2]) for j in range(0, 2 * STEP, 2)]
+        here = self._words.at(i, more)
+        words = [here.load(), here.load(LANES)]
+        # Input 2j is byte j // 2 of word j % 2, and the next input is two bytes further.
+        places = [(j % 2, 8 * (j // 2)) for j in range(STEP)]
+        return [
+            code.pack_bf16(*(code.to_f32x16(words[w] << 24 - b >> 24) for b in (first, first + 16)))
+            for w, first in places
+        ]
 
 
 PackedPanel = NibblePanel | BytePanel
@@ -183,12 +194,12 @@ IntegerPanel = PackedPanel | KeepingPanel | KeptPanel
 def quantize_panels(code: KernelBuilder, fmt: Format) -> None:
     """Write the kernel with the arguments plain matrix, q, s, I / 2, pairs of a group.  A work item is a panel."""
     plain, q, s, pairs, length = code.arguments(5)
-    num_groups, at_once = pairs // length, STEP if fmt == "int4" else 1  # columns of a word
-    of_step = LANES * STEP // at_once
+    num_groups, num_words = pairs // length, 1 if fmt == "int4" else 2  # of a step
+    of_step = LANES * num_words
     for panel in code.work_items():
         block, place = panel // PANELS, panel % PANELS
         rows = code.pointer(plain, "i32") + panel * LANES * pairs
-        words = code.pointer(q, "i32" if fmt == "int4" else "i16")
+        words = code.pointer(q, "i32")
         words += (block * (pairs // STEP * PANELS) + place) * of_step
         scales = code.pointer(s, "bf16") + (block * (num_groups * PANELS) + place) * LANES
         for g in code.loop(0, num_groups):
@@ -202,10 +213,10 @@ def quantize_panels(code: KernelBuilder, fmt: Format) -> None:
             scale = scales.load(g * (PANELS * LANES))
             inverse = code.select(scale.equals(0.0), 0.0, code.f32x16(1.0) / scale)
             for i, columns in _columns(code, rows, pairs, first, length):
-                for j in range(0, LANES, at_once):
-                    word = _word(code, fmt, columns[j : j + at_once], inverse)
+                for j in range(0, LANES, STEP):
                     step = (i + j) // STEP * (PANELS * of_step)
-                    words.store(step + j % STEP // at_once * LANES, word)
+                    for w, word in enumerate(_step(code, fmt, columns[j : j + STEP], inverse)):
+                        words.store(step + w * LANES, word)
 
 
 def _columns(
@@ -220,16 +231,18 @@ def _magnitude(x: Value) -> Value:
     return x.code.maximum(x, 0.0 - x)
 
 
-def _word(code: KernelBuilder, fmt: Format, columns: list[Value], inverse: Value) -> Value:
-    """Return the words of some columns: for int4 a nibble in each half for each column, for int8 two bytes."""
+def _step(code: KernelBuilder, fmt: Format, columns: list[Value], inverse: Value) -> list[Value]:
+    """Return the words of a step: for int4 a nibble in each half for each column, for int8 a byte, in two words."""
     lowest, highest = (-8.0, 7.0) if fmt == "int4" else (-127.0, 127.0)
-    word = code.i32x16(0)
+    words = [code.i32x16(0) for _ in range(1 if fmt == "int4" else 2)]
     for k, column in enumerate(columns):
         low, high = (
             code.round_i32x16(code.minimum(code.maximum(x * inverse, lowest), highest))
             for x in code.unpack_bf16(column)
         )
-        if fmt == "int8":
-            return (low & 0xFF) | (high << 8)
-        word = word | ((low + 8) << 4 * k) | ((high + 8) << 16 + 4 * k)
-    return word
+        if fmt == "int4":
+            words[0] = words[0] | ((low + 8) << 4 * k) | ((high + 8) << 16 + 4 * k)
+        else:
+            both = (low & 0xFF) | (high & 0xFF) << 16
+            words[k % 2] = words[k % 2] | both << 8 * (k // 2)
+    return words

@@ -1,23 +1,21 @@
 """Rows of bfloat16 rounded to integers with a scale for each group of inputs: the input of `integer_bytes.py`.
 
     x [T, I]         bfloat16, rows may be strided
-    q [T, I / 4]     int4 and fp4: words of four bytes, -127 … 127, in the order in which the nibbles of a weight are
-                     extracted: of eight inputs 0 4 1 5, then 2 6 3 7
-      [T, I / 2]     int8: words of two 16-bit integers
-    r [T, I / g, 4]  words, a record for each group: the scale; the sum of q in the low half; -8 times the sum; the
-                     scale times the sum (float32)
+    q [T, I / g, g / 4 + 4]  words of four bytes, -127 … 127, in the order in which the nibbles of a weight are extracted:
+                     of eight inputs 0 4 1 5, then 2 6 3 7; then a record of the group: the scale; the sum of its integers in
+                     the low half; the sum times minus the offset of the weights' bytes (`formats.OFFSETS`); the scale
+                     times the sum (float32)
 
-    a = max |x| of the group      scale = a · (1 / limit)      q = round(x · (limit / a)), ties to even
+    a = max |x| of the group      scale = a · (1 / 127)      q = round(x · (127 / a)), ties to even
 
-A group has 32 inputs, or 16.  With weights of four bits the error of the rows' eight bits is the smaller one.  Weights of
-eight bits need an instruction for 16-bit integers anyway, so their rows keep more bits than bfloat16 has.  A group with an
-infinity or NaN gets that scale and integers 0, so that its products are NaN.  A group without numbers above 1e-30 gets
-integers 0 as well.
+A group has 32 inputs, or 16.  With weights of up to six bits the error of the rows' eight bits is the smaller one, and with
+weights of eight bits in groups it has the size of theirs.  A group with an infinity or NaN gets that scale and integers 0,
+so that its products are NaN.  A group without numbers above 1e-30 gets integers 0 as well.
 
 `gathered` reorders the inputs first, for a matrix with sorted columns: y[t, i] = x[t, order[i]].  It is one launch that a
 recording can contain.
 
-Roofline: quantize_rows T I (2 + 1 or 2) bytes; gather_columns 4 T I + 8 I bytes.
+Roofline: quantize_rows 3 T I bytes; gather_columns 4 T I + 8 I bytes.
 """
 
 import torch
@@ -27,12 +25,12 @@ from trouper.kernels.codegen import launch
 from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.core import Pointer, Value
 from trouper.kernels.codegen.units import LANES
-from trouper.kernels.formats import LIMITS, Format, integers_per_word
+from trouper.kernels.formats import LIMIT, OFFSETS, Format
 
 # Pairs of inputs to round at once: one register.
 PAIRS = 16
 RECORD = 4  # words
-SCALE, LOW_SUM, MINUS_EIGHT_SUMS, SCALED_SUM = range(RECORD)
+SCALE, LOW_SUM, MINUS_OFFSETS, SCALED_SUM = range(RECORD)
 INFINITY = 0x7F800000  # bits
 # The largest number of a group with nonzero integers, so that limit / a stays finite.
 SMALLEST = 1e-30
@@ -41,22 +39,25 @@ FIRST = [4 * (k // 2) + k % 2 for k in range(LANES // 2)]
 SECOND = [4 * (k // 2) + 2 + k % 2 for k in range(LANES // 2)]
 
 
+def words_of_group(group: int) -> int:
+    return group // 4 + RECORD
+
+
 def quantize_rows(code: KernelBuilder, fmt: Format, group: int) -> None:
-    """Write the kernel with the arguments x, its stride in words, q, r, I / 2.  A work item is a row.
+    """Write the kernel with the arguments x, its stride in words, q, I / 2.  A work item is a row.
 
     Args:
         group: number of inputs that share a scale.
     """
-    x, stride, q, records, pairs = code.arguments(5)
-    per_row = pairs // (group // 2) * RECORD
+    x, stride, q, pairs = code.arguments(4)
+    per_row = pairs // (group // 2) * words_of_group(group)
     for row in code.work_items():
         quantize_row(
             code,
             fmt,
             group,
             code.pointer(x, "i32") + row * stride,
-            code.pointer(q, "i32") + row * (pairs // (integers_per_word(fmt) // 2)),
-            code.pointer(records, "i32") + row * per_row,
+            code.pointer(q, "i32") + row * per_row,
             pairs,
         )
 
@@ -67,15 +68,13 @@ def quantize_row(
     group: int,
     source: Pointer,
     target: Pointer,
-    record: Pointer,
     pairs: Value,
 ) -> None:
     """Write the code that rounds one row and writes its records.
 
     Args:
         source: pairs of bfloat16.
-        target: words of the integers.
-        record: words of the records.
+        target: words of the groups.
         pairs: number of pairs in the row.
     """
     for i in code.loop(0, pairs, PAIRS):
@@ -85,17 +84,20 @@ def quantize_row(
         largest = code.as_f32x16(_by_lane(code, tops))
         is_finite = _by_lane(code, tops) < INFINITY
         usable = code.select(is_finite, largest, 0.0)
-        inverse = code.select(usable > SMALLEST, LIMITS[fmt] / usable, 0.0)
-        scale = largest * (1.0 / LIMITS[fmt])
+        inverse = code.select(usable > SMALLEST, LIMIT / usable, 0.0)
+        scale = largest * (1.0 / LIMIT)
         numbers = [code.round_i32x16(code.select(is_finite, x, 0.0) * inverse) for x in (low, high)]
-        _store(code, fmt, target, i, *numbers)
+        groups = [
+            target + (i // (group // 2) + g) * words_of_group(group) for g in range(32 // group)
+        ]
+        _store(code, groups, *numbers)
         sums = _each_group(code, group, numbers[0] + numbers[1], largest=False)
         for g, total in enumerate(sums):
             lane = code.lane(scale, g * (group // 2))
-            own = record + (i // (group // 2) + g) * RECORD
+            own = groups[g] + group // 4
             own.of("f32")[SCALE] = lane
             own[LOW_SUM] = total & 0xFFFF
-            own[MINUS_EIGHT_SUMS] = total * -8
+            own[MINUS_OFFSETS] = total * -OFFSETS[fmt]
             own.of("f32")[SCALED_SUM] = lane * code.f32(total)
 
 
@@ -116,15 +118,12 @@ def _by_lane(code: KernelBuilder, values: list[Value]) -> Value:
     return code.select(code.lane_ids() < LANES // 2, first, second)
 
 
-def _store(
-    code: KernelBuilder, fmt: Format, target: Pointer, pair: Value, low: Value, high: Value
-) -> None:
-    if fmt == "int8":
-        target.store(pair, (low & 0xFFFF) | (high << 16))
-        return
+def _store(code: KernelBuilder, groups: list[Pointer], low: Value, high: Value) -> None:
     both = (low & 0xFF) | (high & 0xFF) << 16  # bytes 0 and 2
     first, second = (code.shuffle(both, both, lanes) for lanes in (FIRST, SECOND))
-    target.store_lanes(pair // 2, first | second << 8)
+    words, each = first | second << 8, LANES // 2 // len(groups)
+    for g, group in enumerate(groups):
+        group.store_lanes(0, code.shuffle(words, words, range(g * each, (g + 1) * each)))
 
 
 def gathered(x_TI: Tensor, order_I: Tensor) -> Tensor:

@@ -87,7 +87,11 @@ BLOCKINGS: dict[Unit, Blocking] = {
 
 
 def items_of_many(
-    code: KernelBuilder, block: Block, num_rows: Value, num_panels: Value
+    code: KernelBuilder,
+    block: Block,
+    num_rows: Value,
+    num_panels: Value,
+    items: Iterator[Value] | None = None,
 ) -> Iterator[tuple[Value, Value, Value]]:
     """Yield the first panel, the first row and the end of the rows of each work item.
 
@@ -98,7 +102,7 @@ def items_of_many(
     num_stretches = code.num_items // across
     rows = (num_rows + (num_stretches - 1)) // num_stretches
     length = (rows + (block.rows - 1)) // block.rows * block.rows
-    for item in code.work_items():
+    for item in items or code.work_items():
         first = item // across * length
         yield item % across * block.panels, first, code.minimum(first + length, num_rows)
 

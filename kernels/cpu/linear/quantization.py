@@ -237,10 +237,11 @@ def _packed_blocks(blocks: ScaleBlocks) -> Tensor:
 
 def _packed_integers(fmt: Format, q_OI: Tensor) -> Tensor:
     if fmt == "int8":
-        # One copy moves everything that stays together.
-        steps = _panels(q_OI.contiguous().view(torch.int64))
-        pairs = steps.view(torch.int16).unflatten(-1, (LANES, STEP)).transpose(3, 4).contiguous()
-        return pairs.view(torch.int8).unflatten(-1, (LANES, 2))
+        # The eight inputs of a step in the order of the nibbles of other formats.
+        steps = q_OI.unflatten(1, (-1, 2 * STEP))[..., (0, 4, 1, 5, 2, 6, 3, 7)].flatten(1)
+        words = _panels(steps.view(torch.int64)).view(torch.int32)
+        words = words.unflatten(-1, (LANES, 2)).transpose(3, 4).contiguous()
+        return words.view(torch.int8).unflatten(-1, (LANES, 4))
     if fmt not in WORDS_OF_CHUNK:
         return _panels(_words(_nibbles(fmt, q_OI.contiguous())))
     unsigned = q_OI + CENTRES[fmt]

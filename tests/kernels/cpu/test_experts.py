@@ -165,7 +165,7 @@ def both_of_integers(shape, form, *, has_bias=False):
 def test_integer_experts_equal_their_own_layers(unit, form, monkeypatch):
     if not UNITS[unit]:
         pytest.skip("no such instructions here")
-    monkeypatch.setattr(units, "integer_unit", lambda fmt, **properties: unit)
+    monkeypatch.setattr(units, "integer_unit", lambda **properties: unit)
     shape = (6, 1, 64, 96)  # the sum of one expert, times one, is its output
     native, plain = both_of_integers(shape, form, has_bias=form[0] != "int8")
     assert type(native) is NativeExperts
@@ -200,7 +200,7 @@ def test_experts_with_scales_in_blocks_equal_their_layers(fmt, group, has_minima
 def test_integer_experts_do_not_depend_on_the_batch(unit, monkeypatch):
     if not UNITS[unit]:
         pytest.skip("no such instructions here")
-    monkeypatch.setattr(units, "integer_unit", lambda fmt, **properties: unit)
+    monkeypatch.setattr(units, "integer_unit", lambda **properties: unit)
     shape = SHAPES["few"]
     native, plain = both_of_integers(shape, FORMS["int4 with minima"])
     x, logits, other = inputs(90, shape, torch.bfloat16)
