@@ -36,9 +36,8 @@ from trouper.actors.output.pooler import Pooler
 from trouper.actors.rendering.fetcher import Fetcher
 from trouper.actors.rendering.media.downloads import Downloads
 from trouper.actors.rendering.media.items import MediaPreprocessor
-from trouper.actors.rendering.prompts.pooling import PoolingPrompts
 from trouper.actors.rendering.prompts.prompts import Prompts
-from trouper.actors.rendering.prompts.two_towers import TwoTowerPrompts
+from trouper.actors.rendering.prompts.two_towers import prompts_of
 from trouper.actors.rendering.renderer import Renderer
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.actors.runtime.event_loop import EventLoop, Reporter, Threads, WorkerThreads
@@ -213,7 +212,7 @@ async def _run_actors(
                 else:
                     pooler = Pooler(pooler_inbox, config.pooler, threads)
                     await tasks.start(pooler.run, name="pooler")
-                    kind = TwoTowerPrompts if config.pooler.has_two_towers else PoolingPrompts
+                    kind = prompts_of(config.pooler)
                     prompts = kind.for_engine(config, tokenizer, images)
                     render_quickly, num_trying = prompts.render, 0
                 scheduler = Scheduler[Any](

@@ -44,7 +44,7 @@ def test_the_offline_example_runs(capsys):
     assert positions == sorted(positions)
 
 
-@pytest.mark.parametrize("name", ["images.py", "image_embeddings.py"])
+@pytest.mark.parametrize("name", ["images.py", "image_embeddings.py", "pages.py"])
 def test_page_of_images_shows_the_example(name):
     page = (ROOT / "docs" / "images.md").read_text()
     assert (EXAMPLES / name).read_text() in code_blocks(page, "python")

@@ -84,6 +84,9 @@ FAMILIES = {
     "mistral3": MediaFamily("PixtralProcessor", _TILED),
     "gemma3": MediaFamily("Gemma3Processor", _PIXELS, spans="image", placeholder="boi_token_index"),
     "paligemma": MediaFamily("PaliGemmaProcessor", _PIXELS, spans="prompt"),
+    # Their positions are plain: the library does not pass on the places of an image.
+    "colqwen2": MediaFamily("Qwen2VLProcessor", _GRIDS, library="qwen2_vl"),
+    "colpali": MediaFamily("PaliGemmaProcessor", _PIXELS, library="paligemma"),
     # With two towers an image is a prompt of its own, without a text in its place.
     "clip": MediaFamily("", _PIXELS),
     "siglip": MediaFamily("", _PIXELS),

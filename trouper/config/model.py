@@ -9,7 +9,13 @@ import msgspec
 
 from trouper.config.args import EngineArgs
 from trouper.config.checkpoint.files import check_folder, checked, read_object
-from trouper.config.checkpoint.hf_config import WHOLE, flattened, overridden, with_floats
+from trouper.config.checkpoint.hf_config import (
+    WHOLE,
+    flattened,
+    of_retriever,
+    overridden,
+    with_floats,
+)
 from trouper.config.checkpoint.hf_fields import MOST_POSITIONS, GenerationFields, HfFields, Rope
 from trouper.config.checkpoint.model_path import DEMO_MODEL, GEOMETRIES, download, model_path
 from trouper.config.checkpoint.pooler import (
@@ -101,7 +107,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         else:
             raw = GEOMETRIES[str(path)]
         overrides = cast("dict[str, Any]", args.hf_overrides or {})
-        raw = overridden(with_floats(raw), overrides)
+        raw = overridden(of_retriever(with_floats(raw)), overrides)
         config = flattened(raw)
         fields = checked(config, HfFields, "config.json")
         if not fields.architectures:

@@ -163,6 +163,9 @@ STYLES = (
     {"model.text_model.": "model.", "lm_head.": "lm_head."},
     {"model.layers.": "model.layers.", "model.embed_tokens.": "model.embed_tokens.", "model.norm.": "model.norm.", "lm_head.": "lm_head."},
 )  # fmt: skip
+# ColPali and ColQwen2 have a projection next to a multimodal model without a head.
+RETRIEVER = "vlm."
+BARE = {"language_model.": "model."}
 
 
 # Parts of a checkpoint without a use in generation: multi-token prediction layers, and value or score heads.
@@ -187,12 +190,14 @@ def text_names(stored: Iterable[str]) -> dict[str, str]:
     Tensors of other parts are omitted. Checkpoints nest the text model below several prefixes.
     """
     names = list(stored)
-    for style in STYLES:
+    outer = RETRIEVER if any(name.startswith(RETRIEVER) for name in names) else ""
+    found = {name.removeprefix(outer): name for name in names}
+    for style in (*STYLES, BARE) if outer else STYLES:
         first = next(iter(style))
-        if any(name.startswith(first) for name in names):
+        if any(name.startswith(first) for name in found):
             return {
-                plain + name.removeprefix(begin): name
-                for name in names
+                plain + name.removeprefix(begin): whole
+                for name, whole in found.items()
                 for begin, plain in style.items()
                 if name.startswith(begin)
             }

@@ -30,6 +30,7 @@ from trouper.actors.executor.weights.gguf import GgufEncoder
 from trouper.actors.executor.weights.random import RandomWeights
 from trouper.config.checkpoint.pooler import (
     LATE_INTERACTION,
+    PAGE_RETRIEVERS,
     PoolerSpec,
     TokenClassifier,
 )
@@ -463,8 +464,9 @@ def load_projection(
 
     Most models have none; the returned function is then the identity.
     """
-    if architecture in LATE_INTERACTION and not spec.dense:
-        weight, bias = _linear(tensors, "linear", spec.embedding_size, hidden_size)
+    if architecture in (*LATE_INTERACTION, *PAGE_RETRIEVERS) and not spec.dense:
+        name = "linear" if architecture in LATE_INTERACTION else "embedding_proj_layer"
+        weight, bias = _linear(tensors, name, spec.embedding_size, hidden_size)
         return lambda x: F.linear(x, weight, bias)
     return load_dense(spec.dense, load_format)
 

@@ -18,6 +18,7 @@ from trouper.actors.executor.media.tower import ADVICE, MediaTower
 from trouper.actors.executor.models.hf_decoder import HfLinear
 from trouper.actors.executor.weights.hf_linears import Layer, exchange, observed
 from trouper.actors.executor.weights.random import RandomWeights
+from trouper.config.checkpoint.hf_config import outer_fields
 from trouper.config.engine_config import EngineConfig
 from trouper.config.media import MediaConfig
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
@@ -42,7 +43,8 @@ def load_tower(config: EngineConfig, media: MediaConfig) -> MediaTower:
             whole = _random(cls, hf_config, config.seed, dtype)
         else:
             whole = _read(cls, hf_config, media.folder, dtype)
-    model = whole.model
+    # ColPali and ColQwen2 have a projection beside it.
+    model = whole.vlm if hasattr(whole, "vlm") else whole.model
     for name in TEXT_MODELS:
         if hasattr(model, name):
             setattr(model, name, None)
@@ -108,7 +110,9 @@ def _library_class(config: EngineConfig) -> tuple[Any, Any]:
         raise UnsupportedFeatureError(
             f"transformers {version} has no {name}; {ADVICE}", parameter="model"
         )
-    hf_config: Any = cast("Any", CONFIG_MAPPING[str(raw["model_type"])]).from_dict(dict(raw))
+    hf_config: Any = cast("Any", CONFIG_MAPPING[str(raw["model_type"])]).from_dict(
+        dict(outer_fields(raw))
+    )
     if hasattr(hf_config, "quantization_config"):
         del hf_config.quantization_config
     return cls, hf_config

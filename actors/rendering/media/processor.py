@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from trouper.actors.messages.media import MediaArray, ProcessedMedia
+from trouper.config.checkpoint.hf_config import of_retriever
 from trouper.config.media import FAMILIES, MediaConfig
 from trouper.errors import invalid
 
@@ -199,6 +200,7 @@ def _fields(folder: Path, image_token: str) -> dict[str, Any]:
         read_object(folder / name)
         for name in ("config.json", "tokenizer_config.json", "processor_config.json")
     )
+    config = of_retriever(config)
     vision: dict[str, Any] = config.get("vision_config") or {}
     sizes: list[Any] = [vision.get("patch_size", 14), vision.get("image_size", 336)]
     # Some configurations have a height and a width.

@@ -166,6 +166,15 @@ TEXT_DEFAULTS: dict[str, Fields] = {
     },
     "siglip_text_model": _SIGLIP,
     "siglip2_text_model": _SIGLIP,
+    "gemma": {
+        "vocab_size": 256_000, "hidden_size": 3072, "intermediate_size": 24_576, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256, "max_position_embeddings": 8192,
+    },
+    "gemma2": {
+        "vocab_size": 256_000, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 8192,
+        "query_pre_attn_scalar": 256, "sliding_window": 4096,
+    },
     "gemma3_text": {
         "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072,
@@ -176,6 +185,8 @@ TEXT_DEFAULTS: dict[str, Fields] = {
 _OUTER = (
     "eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings", "projection_dim",
 )  # fmt: skip
+# Fields of a model for retrieval around the config of the model that reads pages.
+_RETRIEVER = ("architectures", "model_type", "embedding_dim", "dtype", "torch_dtype", "vlm_config")
 _STRETCHED = ("llama3", "yarn", "longrope", "su")
 # Families with two kinds of layers, each with its own frequencies, and the kinds that `rope_scaling` changes.
 _SCALED_GROUPS = {
@@ -204,6 +215,22 @@ def with_floats(value: Any) -> Any:
         if isinstance(value, list)
         else value
     )
+
+
+def of_retriever(raw: Fields) -> Fields:
+    """Return the config of the model inside of ColPali or ColQwen2, with the architecture and the sizes of the whole.
+
+    Any other config is returned unchanged.
+    """
+    inner = raw.get("vlm_config")
+    if not isinstance(inner, dict):
+        return raw
+    return {**cast("Fields", inner), **{name: raw[name] for name in _RETRIEVER if name in raw}}
+
+
+def outer_fields(raw: Fields) -> Fields:
+    """Undo `of_retriever`, for the class of transformers that reads the whole config."""
+    return raw if "vlm_config" not in raw else {n: raw[n] for n in _RETRIEVER if n in raw}
 
 
 def flattened(raw: Fields) -> Fields:

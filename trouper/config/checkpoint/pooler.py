@@ -30,6 +30,9 @@ GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 LATE_INTERACTION = ("HF_ColBERT", "ColBERTModel")
 # A tower of texts and a tower of images with one space of embeddings.
 TWO_TOWERS = ("CLIPModel", "SiglipModel", "Siglip2Model")
+# Models that embed pages of documents as images, and questions, for late interaction.
+PAGE_RETRIEVERS = ("ColPaliForRetrieval", "ColQwen2ForRetrieval")
+ABOUT_PAGE = "Describe the image."
 COLBERT_SIZES = ("colbert_dim", "dim", "projection_dim")
 # In the order of preference for the model's default task, and for the engine's.
 MODEL_ORDER = ("embed", "classify", "token_embed", "token_classify")
@@ -157,6 +160,36 @@ class TokenClassifier(msgspec.Struct, frozen=True):
         return self.tokens[1:] if self.is_difference else self.tokens
 
 
+class PageLayout(msgspec.Struct, frozen=True):
+    """How a model that embeds pages writes its prompts; its processor in transformers defines it.
+
+    `{bos}`, `{pad}` and `{image}` stand for tokens, `{text}` for the words of a question, or for those about a page.
+    """
+
+    query: str
+    page: str
+    # The words about a page without a text.
+    words: str
+
+    @classmethod
+    def of(cls, folder: Path, architecture: str) -> "PageLayout | None":
+        """Read the layout of a model, with the prefixes of its processor_config.json.  Returns None for other models."""
+        if architecture not in PAGE_RETRIEVERS:
+            return None
+        own = read_object(folder / "processor_config.json") or {}
+        prefix, about = own.get("query_prefix"), own.get("visual_prompt_prefix")
+        if architecture == "ColPaliForRetrieval":
+            query = "{bos}" + (prefix or "Question: ") + "{text}" + "{pad}" * 10 + "\n"
+            return cls(query, "{image}{bos}{text}\n", about or ABOUT_PAGE)
+        page = (
+            "<|im_start|>user\n<|vision_start|>{image}<|vision_end|>{text}<|im_end|><|endoftext|>"
+        )
+        if about:
+            # The saved text contains the image's token and the words.
+            page = str(about).replace("<|image_pad|>", "{image}").replace(ABOUT_PAGE, "{text}")
+        return cls((prefix or "Query: ") + "{text}" + "{pad}" * 10 + "\n", page, ABOUT_PAGE)
+
+
 class PoolerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """All properties of pooling, resolved when the engine is built.
 
@@ -195,6 +228,8 @@ class PoolerSpec(msgspec.Struct, frozen=True, kw_only=True):
     late: LateInteraction | None = None
     # A prompt is a text or an image, and no states of tokens are pooled.
     has_two_towers: bool = False
+    # For a model that embeds pages as images.
+    pages: PageLayout | None = None
 
 
 def is_pooling(runner: str, convert: str, folder: Path, architecture: str) -> bool:
@@ -281,6 +316,7 @@ def pooler_spec(
         max_length=max(late.query_length, late.document_length) if late else found.max_length,
         late=late,
         has_two_towers=has_two_towers,
+        pages=PageLayout.of(folder, architecture),
     )
     if spec.dimensions is not None and spec.dimensions > embedding_size:
         raise invalid("dimensions", f"must be in [1, {embedding_size}]", spec.dimensions)
@@ -346,7 +382,7 @@ def _tasks(architecture: str, found: "SentenceTransformersFolder", convert: str)
         if architecture.endswith(CLASSIFIERS) or convert == "classify":
             # An encoder's head reads one state of the text; a decoder's head can read the state of each token.
             return ("classify", "token_classify") if _is_decoder(architecture) else ("classify",)
-    if architecture in LATE_INTERACTION or found.is_late_interaction:
+    if architecture in (*LATE_INTERACTION, *PAGE_RETRIEVERS) or found.is_late_interaction:
         return ("token_embed",)
     if architecture in TWO_TOWERS:
         return ("embed",)
@@ -364,6 +400,8 @@ def _embedding_size(
         return found.dense[-1].num_outputs
     if architecture in LATE_INTERACTION:
         return int(next((config[name] for name in COLBERT_SIZES if config.get(name)), 128))
+    if architecture in PAGE_RETRIEVERS:
+        return int(config.get("embedding_dim") or 128)
     if architecture in TWO_TOWERS:
         if architecture == "CLIPModel":
             return int(config.get("projection_dim") or 512)

@@ -29,6 +29,8 @@ READERS: dict[str, Callable[[HfConfig], DecoderTraits]] = {
 # The text models of multimodal architectures by `model_type`, from `text_config` if there is one. Three-dimensional
 # positions have only one dimension in prompts of text.
 TEXT_MODELS = {
+    "colpali": "GemmaForCausalLM",
+    "colqwen2": "Qwen2ForCausalLM",
     "gemma": "GemmaForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
@@ -62,7 +64,7 @@ SCALING_HEADS = frozenset(
     }
 )  # fmt: skip
 # Attention within their prompts is bidirectional, although their text models are causal.
-PREFIX_MODELS = ("PaliGemmaForConditionalGeneration", "ColPaliForRetrieval")
+PREFIX_MODELS = ("PaliGemmaForConditionalGeneration",)
 
 
 def decoder_traits(
@@ -83,6 +85,9 @@ def decoder_traits(
     if outer in PREFIX_MODELS:
         # It describes prompts with images, whose tokens see each other as the plan of a step says.
         config = {**config, "use_bidirectional_attention": None}
+    if outer == "ColPaliForRetrieval":
+        # All tokens of a page, and of a question, see each other.
+        config = {**config, "use_bidirectional_attention": True}
     reader = READERS.get(architecture)
     if reader is None:
         known = ", ".join(sorted(READERS))
@@ -102,7 +107,7 @@ def is_text_part(architecture: str) -> bool:
 
     Its text model is a part of the checkpoint, with names of its own.
     """
-    return architecture.endswith("ForConditionalGeneration")
+    return architecture.endswith(("ForConditionalGeneration", "ForRetrieval"))
 
 
 def check_text_part(architecture: str) -> None:
