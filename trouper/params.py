@@ -23,7 +23,7 @@ from trouper.errors import (
     invalid,
     out_of_vocabulary,
 )
-from trouper.sampling_fields import FIELDS, NOT_IMPLEMENTED, DeviceFields, named
+from trouper.sampling_fields import FIELDS, NOT_IMPLEMENTED, DeviceFields, SamplingField, named
 from trouper.structured_outputs import StructuredOutputsParams
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy
@@ -272,7 +272,7 @@ class SamplingParams(DeviceFields):
     def _check_ranges(self) -> None:
         for name, field in FIELDS.items():
             value = getattr(self, name)
-            if field.is_valid is not None and value is not None and not field.is_valid(value):
+            if value is not None and field.rule and not _is_in_range(value, field):
                 raise invalid(name, field.rule, value)
         drafts = (self.extra_args or {}).get(MAX_DRAFTS, 0)
         if type(drafts) is not int or drafts < 0:
@@ -359,6 +359,12 @@ def _check_finite(name: str, value: object) -> None:
         raise invalid(name, "must be a number", value)
     if not _is_finite(value):
         raise invalid(name, "must be finite", value)
+
+
+def _is_in_range(value: Any, field: SamplingField) -> bool:
+    if field.max_length is not None:
+        return len(value) <= field.max_length
+    return field.least <= value <= field.most and value > field.above
 
 
 def _is_finite(value: float) -> bool:

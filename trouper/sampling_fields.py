@@ -14,7 +14,8 @@ A field of one number or flag that the device needs is therefore declared only h
 and in `FIELDS`.  A field that the device does not need has its default in `SamplingParams`.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -32,7 +33,10 @@ class SamplingField(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         kind: the type that validation requires; `other` types have their own checks in `params.py`.
         is_optional: whether None is a valid value of an integer.
-        is_valid: returns whether a value is in the range, and `rule` is the end of the error's sentence if it is not.
+        least, most: the range, with both ends.
+        above: the end of a range that does not include it.
+        max_length: the largest number of token ids.
+        rule: the end of the error's sentence for a value outside its range.
         bodies: the HTTP APIs whose bodies have a field with this name: all, only completions and chats, or none.
         beam_search: what a beam search does with this field in a request body.  It is empty for fields that a search
             sets itself.
@@ -43,7 +47,10 @@ class SamplingField(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: Kind = "other"
     is_optional: bool = False
-    is_valid: Callable[[Any], bool] | None = None
+    least: float = -math.inf
+    most: float = math.inf
+    above: float = -math.inf
+    max_length: int | None = None
     rule: str = ""
     bodies: Literal["all", "completions and chats", ""] = "all"
     beam_search: Literal["", "follows", "refuses"] = ""
@@ -55,7 +62,8 @@ class SamplingField(msgspec.Struct, frozen=True, kw_only=True):
 def _penalty(help: str) -> SamplingField:
     return SamplingField(
         kind="number",
-        is_valid=lambda v: -2 <= v <= 2,
+        least=-2,
+        most=2,
         rule="must be in [-2, 2]",
         beam_search="refuses",
         neutral=(0,),
@@ -82,42 +90,42 @@ class DeviceFields(msgspec.Struct, kw_only=True):
 
 FIELDS: Mapping[str, SamplingField] = MappingProxyType({
     "n": SamplingField(
-        kind="integer", bodies="completions and chats", is_valid=lambda v: 1 <= v <= MAX_N, rule=f"must be in [1, {MAX_N}]"
+        kind="integer", bodies="completions and chats", least=1, most=MAX_N, rule=f"must be in [1, {MAX_N}]"
     ),
     "max_tokens": SamplingField(
-        kind="integer", is_optional=True, is_valid=lambda v: v >= 1, rule="must be at least 1",
+        kind="integer", is_optional=True, least=1, rule="must be at least 1",
         bodies="", help="Largest number of tokens to generate.",
     ),
     "min_tokens": SamplingField(
-        kind="integer", is_valid=lambda v: v >= 0, rule="must be at least 0",
+        kind="integer", least=0, rule="must be at least 0",
         beam_search="refuses", neutral=(0,), help="Tokens to generate before the text may end.",
     ),
     "temperature": SamplingField(
-        kind="number", is_valid=lambda v: 0 <= v <= 2, rule="must be in [0, 2]",
+        kind="number", least=0, most=2, rule="must be in [0, 2]",
         help="Randomness of the text; 0 takes the likeliest token.",
     ),
     "top_k": SamplingField(
-        kind="integer", is_valid=lambda v: -1 <= v < INT64, rule="must be ≥ -1; 0 and -1 switch it off",
+        kind="integer", least=-1, most=INT64 - 1, rule="must be ≥ -1; 0 and -1 switch it off",
         beam_search="refuses", neutral=(0, -1), forbids_unlikely=True,
         help="Keep this many likeliest tokens; 0 is off.",
     ),
     "top_p": SamplingField(
-        kind="number", is_valid=lambda v: 0 < v <= 1, rule="must be in (0, 1]", forbids_unlikely=True,
+        kind="number", above=0, most=1, rule="must be in (0, 1]", forbids_unlikely=True,
         beam_search="refuses", neutral=(1,), help="Keep the likeliest tokens of this total.",
     ),
     "min_p": SamplingField(
-        kind="number", is_valid=lambda v: 0 <= v <= 1, rule="must be in [0, 1]", forbids_unlikely=True,
+        kind="number", least=0, most=1, rule="must be in [0, 1]", forbids_unlikely=True,
         beam_search="refuses", neutral=(0,), help="Drop tokens below this share of the best.",
     ),
     "presence_penalty": _penalty("Penalty on tokens that are already in the text."),
     "frequency_penalty": _penalty("Penalty on tokens by the number of their uses."),
     "repetition_penalty": SamplingField(
-        kind="number", is_valid=lambda v: v > 0, rule="must be > 0",
+        kind="number", above=0, rule="must be > 0",
         beam_search="refuses", neutral=(1,), help="Factor that makes repeated tokens less likely.",
     ),
     # The rule contains two words of pydantic's, because clients of vLLM look for them.
     "seed": SamplingField(
-        kind="integer", is_optional=True, is_valid=lambda v: -INT64 <= v < INT64,
+        kind="integer", is_optional=True, least=-INT64, most=INT64 - 1,
         rule="must fit into 64 bits (greater_than_equal -2**63, less_than_equal 2**63-1)",
         help="Seed of the sampling; equal seeds give equal text.",
     ),
@@ -127,16 +135,15 @@ FIELDS: Mapping[str, SamplingField] = MappingProxyType({
         kind="flag", beam_search="follows", help="Continue after an end-of-text token."
     ),
     "logprobs": SamplingField(
-        kind="integer", is_optional=True, is_valid=lambda v: v >= -1, rule="must be -1 or at least 0",
+        kind="integer", is_optional=True, least=-1, rule="must be -1 or at least 0",
         bodies="",
     ),
     "prompt_logprobs": SamplingField(
-        kind="integer", is_optional=True, is_valid=lambda v: v >= -1, rule="must be -1 or at least 0",
+        kind="integer", is_optional=True, least=-1, rule="must be -1 or at least 0",
         bodies="completions and chats", beam_search="refuses",
     ),
     "logprob_token_ids": SamplingField(
-        kind="token ids", is_valid=lambda v: len(v) <= MAX_LOGPROB_TOKEN_IDS,
-        rule=f"at most {MAX_LOGPROB_TOKEN_IDS} ids", bodies="completions and chats", beam_search="refuses",
+        kind="token ids", max_length=MAX_LOGPROB_TOKEN_IDS, rule=f"at most {MAX_LOGPROB_TOKEN_IDS} ids", bodies="completions and chats", beam_search="refuses",
     ),
     "detokenize": SamplingField(kind="flag", bodies=""),
     "skip_special_tokens": SamplingField(kind="flag", beam_search="follows"),
@@ -144,7 +151,7 @@ FIELDS: Mapping[str, SamplingField] = MappingProxyType({
     "include_stop_str_in_output": SamplingField(kind="flag", beam_search="follows"),
     "output_kind": SamplingField(bodies=""),
     "stream_interval": SamplingField(
-        kind="integer", is_optional=True, is_valid=lambda v: v >= 1, rule="must be at least 1"
+        kind="integer", is_optional=True, least=1, rule="must be at least 1"
     ),
     "logit_bias": SamplingField(beam_search="refuses"),
     "allowed_token_ids": SamplingField(
@@ -156,7 +163,7 @@ FIELDS: Mapping[str, SamplingField] = MappingProxyType({
     "repetition_detection": SamplingField(beam_search="refuses"),
     "structured_outputs": SamplingField(bodies=""),
     "thinking_token_budget": SamplingField(
-        kind="integer", is_optional=True, is_valid=lambda v: v >= 0,
+        kind="integer", is_optional=True, least=0,
         rule="must be a non-negative integer or -1 for unlimited", beam_search="refuses", neutral=(-1,),
     ),
 })  # fmt: skip

@@ -98,8 +98,13 @@ class AdmissionGate:
 
         The ticket must be used in a `with` block.  Other requests may be evicted to make room.
         """
-        self.check(tenant, num_bytes)
-        entry, gone = self.admission.enter(tenant, num_bytes // BYTES_PER_TOKEN)
+        self._limit()
+        try:
+            entry, gone = self.admission.enter(tenant, num_bytes // BYTES_PER_TOKEN)
+        except Full as full:
+            if not self._release_read():
+                raise self._refuse_full(full) from None
+            return self.enter(tenant, num_bytes)
         self._refusing_since = None
         self._evict(gone)
         ticket = AdmissionTicket(self, entry, num_bytes)
@@ -173,9 +178,12 @@ class AdmissionGate:
 
         It is called after every change that may free a place, and by the monitor.
         """
-        if self.admission.is_full and self.admission.next_waiting() is not None:
-            self._release_read()
-        for entry in self.admission.next_starts():
+        if self.admission.num_sequences == self.admission.num_started:
+            return
+        started = self.admission.next_starts()
+        if not started and self._release_read():
+            started = self.admission.next_starts()
+        for entry in started:
             self._tickets[entry].let_in()
 
     def _limit(self) -> None:

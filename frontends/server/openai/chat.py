@@ -157,6 +157,8 @@ class ChatAdapter:
         self._called = "stop" if parsed.tools.is_named else "tool_calls"
         # The content of a message with calls: like in vLLM, an empty text if the request named the tool, and otherwise null.
         self._no_content = "" if parsed.tools.is_named else None
+        # Without tools an answer has no calls.
+        self._finds_calls = bool(parsed.tools.is_forced or parsed.tools.schemas)
         self._metrics = LastMetrics(parsed)
         self._num_choices = parsed.num_choices
         self._calls = call_deltas(parsed, model, head)
@@ -186,7 +188,7 @@ class ChatAdapter:
         self._metrics.stats = update.output.metrics
         completion, text, reasoning = update.completion, update.text, update.reasoning
         calls = self._calls[update.index]
-        tool_calls = calls.render(update.parts)
+        tool_calls = calls.render(update.parts) if self._finds_calls else []
         shows_ids = self._request.return_token_ids and completion.token_ids
         is_news = text or reasoning or tool_calls or completion.logprobs or shows_ids
         if not (is_news or completion.finish_reason):
