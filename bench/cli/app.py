@@ -10,6 +10,7 @@ from trouper.bench.cli.options import ReportOptions, note
 from trouper.bench.cli.peers import peers
 from trouper.bench.cli.serve import serve
 from trouper.bench.cli.throughput import latency, throughput
+from trouper.bench.cli.tier import tier
 from trouper.config.resolve import resolve
 from trouper.frontends.cli.arguments.help import PanelCommand, WholeSentenceGroup
 from trouper.frontends.cli.arguments.options import expand_options
@@ -62,6 +63,7 @@ for command in (
     startup,
     kernels,
     fairness,
+    tier,
     peers,
 ):
     bench.command(cls=PanelCommand)(command)

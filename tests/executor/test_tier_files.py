@@ -22,6 +22,8 @@ from trouper.actors.executor.steps.tier_files import (
     TierFolder,
     removals,
 )
+from trouper.actors.executor.steps.tier_thread import IDLE_S, TierThread
+from trouper.actors.executor.workers import tier_space
 from trouper.config.tier import TierConfig
 
 SPACE = b"s" * 16
@@ -289,3 +291,50 @@ def test_sum_finds_every_change_of_a_word(place, change, size):
     place %= size // 4
     data[: size // 4 * 4].view(np.uint32)[place] ^= change
     assert SUM.of(data, b"n" * 32) != before
+
+
+def test_weights_are_read_once_while_they_do_not_change(tmp_path, monkeypatch):
+    file, memory, read = tmp_path / "w", tmp_path / "weights.json", []
+    file.write_bytes(b"weights")
+    right = tier_space._digest
+    monkeypatch.setattr(tier_space, "_digest", lambda path: read.append(path) or right(path))
+    first = tier_space._digests([file], memory)
+    assert tier_space._digests([file], memory) == first
+    assert len(read) == 1
+    os.truncate(file, 3)
+    assert tier_space._digests([file], memory) != first
+    assert stat.S_IMODE(memory.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: path.write_bytes(b'{"a": 1'),
+        lambda path: path.write_bytes(b'{"a": 1}'),
+        lambda path: os.truncate(path, 2**30),
+        a_link,
+        a_pipe,
+        a_directory,
+        os.unlink,
+    ],
+)
+def test_bad_memory_of_digests_is_not_used(tmp_path, spoil):
+    file, memory = tmp_path / "w", tmp_path / "weights.json"
+    file.write_bytes(b"weights")
+    first = tier_space._digests([file], memory)
+    spoil(memory)
+    assert tier_space._digests([file], memory) == first
+
+
+def test_stores_wait_for_the_device_when_they_have_used_their_share(tmp_path):
+    idle_s = [0.0]
+    config = TierConfig(str(tmp_path), 2**20, 0.0, 2**30)
+    thread = TierThread(config, lambda: SPACE, lambda: idle_s[0])
+    try:
+        assert thread._wait_s() <= 0
+        thread._core_s = -1.0
+        assert thread._wait_s() == IDLE_S
+        idle_s[0] = 1.0
+        assert thread._wait_s() <= 0
+    finally:
+        thread.close()

@@ -9,13 +9,18 @@ import sys
 import threading
 import time
 import urllib.request
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 
+import anyio
 import pytest
 
 from trouper import LLM, SamplingParams
+from trouper.actors.engine.wiring import open_engine
+from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.steps import tier_thread
 from trouper.actors.executor.steps.tier_files import HEAD, PACKED, TierDisk
+from trouper.actors.executor.workers.launching import MODULE, launch
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
@@ -353,6 +358,65 @@ def hit_tokens(port):
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:
         lines = reply.read().decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if "kv_tier_hit_tokens_total{" in line)
+
+
+@asynccontextmanager
+async def replicas_of(folder):
+    """Open an engine of two worker processes with one folder.  Yields it and a function that kills one of them."""
+    options = {**OPTIONS, "data_parallel_size": 2, "kv_tier_dir": str(folder)}
+    options["max_worker_restarts"] = 1000
+    config = resolve(EngineArgs("tiny", **options))
+    peers = [[], []]
+
+    def start(replica, rank, *, files=()):
+        peers[replica].append(launch(rank, MODULE, files=files))
+        return peers[replica][-1]
+
+    devices = [ProcessDevice(config, partial(start, r), replica=r) for r in range(2)]
+    async with open_engine(config, devices) as engine:
+        yield engine, lambda replica, number: os.kill(peers[replica][-1].pid, number)
+
+
+async def stream_all(engine, label, tell):
+    """Return the tokens of each prompt.  `tell` is called with the number of outputs so far."""
+    found = {}
+
+    async def read(number):
+        prompt = {"prompt_token_ids": PROMPTS[number % len(PROMPTS)]}
+        async for output in engine.generate(prompt, GREEDY, f"{label}-{number}"):
+            found[number] = list(output.outputs[0].token_ids)
+            tell(sum(map(len, found.values())))
+
+    tell(0)
+    async with anyio.create_task_group() as readers:
+        for number in range(2 * len(PROMPTS)):
+            readers.start_soon(read, number)
+    return [found[number] for number in sorted(found)]
+
+
+async def kill_again_and_again(folder, expected, num_kills):
+    """Kill workers that store and fetch, before and after first tokens.  Returns how many tokens came from the disk."""
+    async with replicas_of(folder) as (engine, kill):
+        for number in range(num_kills):
+            when, how = number % 7, signal.SIGSEGV if number % 3 == 2 else signal.SIGKILL
+
+            def tell(count, when=when, how=how, victim=number % 2, killed=[]):  # noqa: B006
+                if count >= when and not killed:
+                    killed.append(when)
+                    kill(victim, how)
+
+            await engine.controls.reset_prefix_cache()
+            assert await stream_all(engine, number, tell) == 2 * expected
+            with anyio.fail_after(60):
+                while any(r.is_device_lost for r in engine.statistics().replicas):  # noqa: ASYNC110
+                    await anyio.sleep(0.02)
+        return sum(r.tier_hit_tokens for r in engine.statistics().replicas)
+
+
+@pytest.mark.slow
+@pytest.mark.trio
+async def test_killed_replicas_with_one_folder_change_no_token(copied, expected):
+    assert await kill_again_and_again(copied, tokens(expected), 3) > 0
 
 
 @pytest.mark.slow

@@ -319,6 +319,21 @@ def test_slow_disk_is_left_alone_and_tried_again():
     assert world.tier.skipped["slow"] == num_tries - 1
 
 
+def test_deadline_allows_for_sequences_in_front():
+    prompts = [[head, *PROMPT] for head in range(2, 5)]
+    files = run_one(PROMPT).files
+    for prompt in prompts:
+        run_one(prompt, files)
+    world = World(1, files, num_blocks=40)
+    settle(world)
+    world.tier._block_s, world.tier._token_s = 1 / 8, 1.0
+    for prompt in prompts:
+        world.admit(prompt)
+    world.turn()
+    # Six blocks each: the time of fetching those in front as well, at most the time of computing its own.
+    assert [sought.deadline_s for sought in world.tier._sought] == [6.0, 12.0, 12.0]
+
+
 def test_queue_of_stores_has_a_bound():
     tier = Tier(KVBlocks(4, SIZE, True))
     for number in range(MAX_QUEUED + 5):

@@ -71,6 +71,10 @@ class StepTimer:
         """Note that a plan begins."""
         self._begun_s.append(perf_counter())
 
+    def idle_s(self) -> float:
+        """Return the seconds since the last plan ended, or 0 while one runs.  Any thread may call it."""
+        return 0.0 if self._begun_s else perf_counter() - self._ended_s
+
     def stop(self, result: StepResult | None) -> StepResult | None:
         """Note that the oldest plan has ended.  Returns its result with the seconds; None if another worker answers."""
         now = perf_counter()
@@ -168,7 +172,7 @@ class ModelHost:
 
         assert self._config.tier is not None
         space = partial(find_space, self._config, num_threads)
-        self._tier = TierThread(self._config.tier, space)
+        self._tier = TierThread(self._config.tier, space, self._timer.idle_s)
 
     def open_tier(self, answer: Callable[[TierAnswer], None]) -> None:
         """Let the tier on disk answer, if the config has one. Call it after `load`.

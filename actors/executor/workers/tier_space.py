@@ -8,6 +8,7 @@ import hashlib
 import os
 import platform
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import msgspec
 import numpy as np
 import torch
 
+from trouper.actors.executor.steps.tier_files import RefusedError, TierDisk
 from trouper.actors.executor.workers.model_files import weight_files
 from trouper.config.engine_config import EngineConfig
 from trouper.kernels.codegen import choice
@@ -36,6 +38,9 @@ NOT_SHAPING_OF_MODEL = frozenset(
 # Packages whose code computes KV.
 PACKAGES = "torch", "numpy", "llvmlite", "transformers", "peft"
 PIECE_BYTES = 2**22
+# The digests that are remembered, of 200 bytes each, and the largest file that is read.
+MOST_DIGESTS = 10_000
+MEMORY_BYTES = 2**22
 
 
 def find_space(config: EngineConfig, num_threads: int) -> bytes:
@@ -70,8 +75,9 @@ def _digests(files: Iterable[Path], memory: Path) -> list[str]:
         memory: the file with the known digests.  What is damaged there is computed again.
     """
     try:
-        known = msgspec.json.decode(memory.read_bytes(), type=dict[str, str])
-    except (OSError, msgspec.DecodeError):
+        # The file decides which KV is used, so it must be a plain file of this user.
+        known = msgspec.json.decode(TierDisk().read(str(memory), MEMORY_BYTES), type=dict[str, str])
+    except (OSError, RefusedError, msgspec.DecodeError):
         known = dict[str, str]()
     found: dict[str, str] = {}
     for file in files:
@@ -81,14 +87,19 @@ def _digests(files: Iterable[Path], memory: Path) -> list[str]:
         label = ":".join(map(str, facts))
         found[label] = known.get(label) or _digest(file)
     if not found.keys() <= known.keys():
-        temporary = memory.with_name(f"weights-{os.getpid()}.tmp")
-        descriptor = os.open(
-            temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600
-        )
-        with open(descriptor, "wb") as writer:
-            writer.write(msgspec.json.encode(known | found))
-        temporary.replace(memory)
+        # Without it the next start reads the weights again.
+        with suppress(OSError):
+            temporary = memory.with_name(f"weights-{os.getpid()}.tmp")
+            temporary.unlink(missing_ok=True)
+            TierDisk().write(str(temporary), (_remembered(known | found),))
+            temporary.replace(memory)
     return list(found.values())
+
+
+def _remembered(digests: dict[str, str]) -> bytes:
+    """Encode the newest digests, so that the file stays small."""
+    newest = list(digests.items())[-MOST_DIGESTS:]
+    return msgspec.json.encode(dict(newest))
 
 
 def _digest(file: Path) -> str:

@@ -36,9 +36,12 @@ MAX_ORDERS = MAX_STORES + MAX_TOUCHES + 2
 RESERVE = 2
 # The deadline of a fetch in seconds while the rates of the disk and of the device are unknown, and its least value.
 FIRST_DEADLINE_S, LEAST_DEADLINE_S = 2.0, 0.02
+# A sequence waits for this many times the usual time of its fetch: beside a device that computes it takes four times as long.
+PATIENCE = 8
 # A fetch must take at most this share of the time of computing the same tokens.
 WORTH = 0.5
-# Weight of the newest value in the averages of rates, and the factor by which each skipped fetch forgets a slow disk.
+# Weight of the newest value in the averages of rates, and the factor by which each skipped fetch forgets a slow disk, and
+# each step a long one.
 NEWEST, FORGET = 0.3, 0.95
 # Tokens of a step from which its time counts as time of computing prompts.
 MIN_STEP_TOKENS = 64
@@ -91,6 +94,8 @@ class Tier:
         self._number = 0
         # Averages: seconds to fetch a block, and to compute a token.
         self._block_s = self._token_s = 0.0
+        # The longest of the latest steps.
+        self._step_s = 0.0
         self.counts: Counter[str] = Counter()
         self.skipped: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
@@ -139,7 +144,8 @@ class Tier:
         self._queue[name] = parent
 
     def note_computed(self, num_tokens: int, seconds: float) -> None:
-        """Learn the time of computing a token of a prompt from a step."""
+        """Learn the duration of steps, and from steps with prompts the time of computing a token."""
+        self._step_s = max(seconds, FORGET * self._step_s)
         if num_tokens >= MIN_STEP_TOKENS and seconds > 0:
             self._token_s = _average(self._token_s, seconds / num_tokens)
 
@@ -251,9 +257,12 @@ class Tier:
     def take_orders(self, now: float) -> list[TierOrder]:
         """Return the orders to send before the next plan, and start the clocks of the sequences that wait."""
         orders = self.take_cancel()
+        num_ahead = 0
         for sought in self._sought:
+            num_blocks = len(sought.names) - sought.first
+            num_ahead += num_blocks
             if sought.deadline_s is None:
-                sought.deadline_s = now + self._patience_s(len(sought.names) - sought.first)
+                sought.deadline_s = now + self._patience_s(num_blocks, num_ahead)
         if not self.is_open or self._barrier is not None:
             return orders
         while self._queue and len(self._stores) < MAX_STORES:
@@ -279,10 +288,16 @@ class Tier:
             orders.append(order)
         return orders
 
-    def _patience_s(self, num_blocks: int) -> float:
-        """Return how long a sequence waits for this many blocks."""
+    def _patience_s(self, num_blocks: int, num_ahead: int) -> float:
+        """Return how long a sequence waits for this many blocks.
+
+        Args:
+            num_ahead: the same blocks, and those of the sequences that are fetched before.
+        """
         computing_s = self._token_s * self._blocks.block_size * num_blocks or FIRST_DEADLINE_S
-        fetching_s = 2 * self._block_s * num_blocks or computing_s
+        fetching_s = PATIENCE * self._block_s * num_ahead or computing_s
+        # The device takes an order behind the plans in flight.
+        fetching_s += 2 * self._step_s
         return max(LEAST_DEADLINE_S, min(fetching_s, computing_s))
 
     def _order(
