@@ -23,7 +23,7 @@ QUIET_S, MOST_QUIET_S = 0.5, 120.0
 FIRST_ID, LAST_ID = 10, 200
 
 
-class _Run(NamedTuple):
+class _TierRun(NamedTuple):
     """One engine from start to end, with the same prompts as the others of its round."""
 
     first_token_s: float
@@ -66,7 +66,7 @@ def tier(
         tempfile.TemporaryDirectory() as folder,
         demo_of_length(input_len + output_len + 1) as demo,
     ):
-        rounds: list[dict[str, _Run]] = []
+        rounds: list[dict[str, _TierRun]] = []
         for number in range(repeat):
             engines = _Engines(model or demo, Path(folder) / str(number), options)
             dice = random.Random(number)
@@ -88,7 +88,7 @@ class _Engines:
 
     def play(
         self, prompts: Sequence[list[int]], output_len: int, *, is_last_without: bool
-    ) -> dict[str, _Run]:
+    ) -> dict[str, _TierRun]:
         """Run each engine.  Every other round the one without a tier comes last, because machines get warm."""
         from trouper.actors.executor.steps.tier_files import TierDisk
 
@@ -112,7 +112,7 @@ class _Engines:
             def write(self, path: str, parts: tuple[bytes | memoryview, ...]) -> None:
                 goes_on.wait()
 
-        def without() -> _Run:
+        def without() -> _TierRun:
             return self._run(prompts, output_len, None)
 
         found = {} if is_last_without else {"off": without()}
@@ -129,7 +129,7 @@ class _Engines:
         output_len: int,
         disk: Callable[[], Any] | None,
         settle: Callable[[], None] = lambda: None,
-    ) -> _Run:
+    ) -> _TierRun:
         from trouper import LLM, SamplingParams
 
         with _disk_of(disk), LLM(
@@ -154,7 +154,7 @@ class _Engines:
             load_s, results = answers(prompts[1:], output_len)
             settle()
             tokens = [tuple(result.outputs[0].token_ids) for result in (first, *results)]
-            return _Run(first_s, load_s, first.num_cached_tokens or 0, tokens)
+            return _TierRun(first_s, load_s, first.num_cached_tokens or 0, tokens)
 
     def _settle(self) -> None:
         """Wait until all files are written."""
@@ -175,7 +175,7 @@ def _disk_of(disk: Callable[[], Any] | None) -> Iterator[None]:
         yield
 
 
-def _summary(name: str, rounds: Sequence[dict[str, _Run]]) -> dict[str, Any]:
+def _summary(name: str, rounds: Sequence[dict[str, _TierRun]]) -> dict[str, Any]:
     """Return the medians of one kind of engine, and its ratios to the engine without a tier in the same round."""
     runs = [(found[name], found["off"]) for found in rounds]
     return {

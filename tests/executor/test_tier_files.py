@@ -326,7 +326,7 @@ def test_bad_memory_of_digests_is_not_used(tmp_path, spoil):
     assert tier_space._digests([file], memory) == first
 
 
-def test_stores_wait_for_the_device_when_they_have_used_their_share(tmp_path):
+def test_stores_leave_the_cores_to_a_busy_device(tmp_path):
     idle_s = [0.0]
     config = TierConfig(str(tmp_path), 2**20, 0.0, 2**30)
     thread = TierThread(config, lambda: SPACE, lambda: idle_s[0])

@@ -41,7 +41,7 @@ from trouper.kernels.cpu.pack_kv import KvCodec, can_pack
 logger = logging.getLogger(__name__)
 # Seconds of writing at the full rate that may be written at once after a pause.
 BURST_S = 4.0
-# While the device computes, the thread takes this share of a core for stores, after a burst of so many seconds: packing
+# While the device computes, the thread takes this share of a core for stores, after a burst of some seconds: packing
 # and writing would otherwise slow down a small model by 8 %.
 BUSY_SHARE, BUSY_BURST_S = 0.015, 0.1
 # Seconds without a plan after which the device is idle, and between two looks at it.
@@ -73,7 +73,7 @@ class Pages:
         is_bf16 = all(group.dtype == torch.bfloat16 for group in kv.groups)
         can_shrink = is_bf16 and all(can_pack(length) for _, length in parts)
         is_small = 0 < sum(count for count, _ in parts) < MAX_PARTS
-        # None for other numbers and for short blocks, which are stored as they are.
+        # None for other numbers and for short blocks, stored unchanged.
         self.codec = KvCodec(parts) if can_shrink and is_small else None
         self.num_bytes = sum(
             int(np.prod(shape)) * group.itemsize

@@ -38,7 +38,7 @@ NOT_SHAPING_OF_MODEL = frozenset(
 # Packages whose code computes KV.
 PACKAGES = "torch", "numpy", "llvmlite", "transformers", "peft"
 PIECE_BYTES = 2**22
-# The digests that are remembered, of 200 bytes each, and the largest file that is read.
+# The number of digests in the file, of 200 bytes each, and the largest file that is read.
 MOST_DIGESTS = 10_000
 MEMORY_BYTES = 2**22
 

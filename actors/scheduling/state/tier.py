@@ -36,7 +36,7 @@ MAX_ORDERS = MAX_STORES + MAX_TOUCHES + 2
 RESERVE = 2
 # The deadline of a fetch in seconds while the rates of the disk and of the device are unknown, and its least value.
 FIRST_DEADLINE_S, LEAST_DEADLINE_S = 2.0, 0.02
-# A sequence waits for this many times the usual time of its fetch: beside a device that computes it takes four times as long.
+# A sequence waits for this many times the usual time of its fetch: while the device computes, a fetch takes four times as long.
 PATIENCE = 8
 # A fetch must take at most this share of the time of computing the same tokens.
 WORTH = 0.5
@@ -292,7 +292,7 @@ class Tier:
         """Return how long a sequence waits for this many blocks.
 
         Args:
-            num_ahead: the same blocks, and those of the sequences that are fetched before.
+            num_ahead: the same blocks, and those of the sequences in front.
         """
         computing_s = self._token_s * self._blocks.block_size * num_blocks or FIRST_DEADLINE_S
         fetching_s = PATIENCE * self._block_s * num_ahead or computing_s

@@ -218,11 +218,11 @@ def exceptional(
     rooms: tuple[Pointer, ...],
     limit: Value | None = None,
 ) -> Iterator[tuple[Value, Value]]:
-    """Yield the place in its group and the bits of each number whose exponent has no code.
+    """Yield the place in its group and the bits of each number without a code for its exponent.
 
     Args:
         rooms: two arrays of 32 halfwords.
-        limit: a condition, without which the search is left out.
+        limit: a condition for the search.
     """
     bits, codes = rooms
     for v, (vector, here) in enumerate(zip(vectors, found, strict=True)):
