@@ -72,7 +72,8 @@ def jobs(*, is_tiny: bool) -> list[GpuJob]:
         *(
             GpuJob(f"{kind}-{model}", limit_s, command(model))
             for kind, (limit_s, command) in kinds.items()
-            for model in MODELS
+            # A tiny run has one model, but the goals of both.
+            for model in (MODELS if kind in ("goals", PEER) or not is_tiny else MODELS[:1])
         ),
         _ranks(is_tiny=is_tiny),
     ]
