@@ -6,11 +6,19 @@ import stat
 import subprocess
 import sys
 
+import msgspec
 import pytest
 import trio
 
+from tests.support.adapters import write_adapter
 from trouper.actors.messages.requests import RequestOptions
-from trouper.frontends.server.durable.recording import RecordHead, RequestRecorder, digest
+from trouper.frontends.server.durable.recording import (
+    AdapterFiles,
+    RecordHead,
+    RequestRecorder,
+    digest,
+)
+from trouper.lora import LoRARequest
 from trouper.outputs import CompletionOutput, RequestOutput
 from trouper.params import SamplingParams
 
@@ -81,6 +89,17 @@ async def test_record_names_parts_that_are_no_tokens(tmp_path):
 
 
 @pytest.mark.trio
+async def test_record_names_an_adapter_loaded_later(tmp_path):
+    head = msgspec.structs.replace(HEAD, adapters={"poet": AdapterFiles("/poet", "00")})
+    recorder = RequestRecorder(tmp_path, head, 0)
+    assert recorder.changes_of(LoRARequest("poet", 1, "/poet")) == []
+    for later in (LoRARequest("poet", 2, "/other"), LoRARequest("bard", 1, "/poet")):
+        assert recorder.changes_of(later) == [
+            f"the adapter {later.lora_name}, loaded after the start"
+        ]
+
+
+@pytest.mark.trio
 async def test_slow_disk_drops_records_and_counts_them(tmp_path, monkeypatch):
     monkeypatch.setattr("trouper.frontends.server.durable.recording.MAX_PENDING_BYTES", 500)
     recorder = RequestRecorder(tmp_path, HEAD, 0)
@@ -102,10 +121,13 @@ def replay(*arguments):
 @pytest.mark.timeout(200)
 def test_replay_is_equal_and_finds_a_changed_token(tmp_path):
     folder = tmp_path / "records"
+    adapter = write_adapter(tmp_path / "poet")
     options = ("--dtype", "float32", "--record", str(folder), "--record-content")
+    options += ("--enable-lora", "--lora-modules", f"poet={adapter}")
     with started(*options) as server:
         for i in range(12):
             body = {"prompt": "def f(" * (1 + i % 3), "max_tokens": 8 + i, "stream": i % 2 == 0}
+            body["model"] = "poet" if i % 4 == 0 else None
             body |= {"temperature": 0} if i % 3 == 0 else {"n": 2, "stop": ["return"]}
             status, _, answer = server.request(
                 "POST", "/v1/completions", json.dumps(body).encode(), JSON
@@ -128,3 +150,7 @@ def test_replay_is_equal_and_finds_a_changed_token(tmp_path):
     code, text = replay(file, "--dtype", "bfloat16")
     assert code == 2
     assert "--dtype float32" in text
+    (tmp_path / "poet" / "adapter_config.json").write_text("{}")
+    code, text = replay(file)
+    assert code == 2
+    assert "the files of the adapter poet are others" in text

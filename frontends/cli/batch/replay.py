@@ -66,7 +66,7 @@ def replay(
     For example: trouper replay records
 
     Model and options are those of the recorded server, unless others are given. It exits with 0 if all tokens are equal, with
-    1 if some differ, and with 2 if the weights or the number format are others than those of the record.
+    1 if some differ, and with 2 if weights, adapters or the number format are others than those of the record.
     """
     files = _files(records, line)
     head = _read_head(files[0])
@@ -122,7 +122,7 @@ def _recorded_args(ctx: typer.Context, given: EngineArgs, head: "RecordHead") ->
 
 def _check_same(files: list[Path], config: EngineConfig) -> None:
     """Raise TrouperValidationError (exit code 2) if the tokens could not be equal, because the model is another one."""
-    from trouper.frontends.server.durable.opening import fingerprint
+    from trouper.frontends.server.durable.opening import adapter_digest, fingerprint
 
     mine = fingerprint(config).hex()
     for file in files:
@@ -133,6 +133,15 @@ def _check_same(files: list[Path], config: EngineConfig) -> None:
         if head.fingerprint != mine:
             text = f"has other weights, tokenizer, template or number format than the model of {file}, {head.model}"
             raise invalid("model", text, str(config.model.path))
+        for name, adapter in head.adapters.items():
+            try:
+                is_same = adapter_digest(adapter.path).hex() == adapter.sha256
+            except OSError as error:
+                text = f"the adapter {name} of {file} cannot be read: {error.strerror}"
+                raise invalid("records", text, adapter.path) from None
+            if not is_same:
+                text = f"the files of the adapter {name} are others than those of {file}"
+                raise invalid("records", text, adapter.path)
 
 
 def _read(files: list[Path], line: int | None) -> "Iterator[tuple[str, RequestRecord | str]]":
@@ -187,8 +196,8 @@ class _Replay:
         self.skipped: dict[str, int] = {}
         self._records, self._prompts, self._max_open = records, prompts, max_open
         self._adapters = {
-            name: LoRARequest(name, number, path)
-            for number, (name, path) in enumerate(head.adapters.items(), 1)
+            name: LoRARequest(name, number, files.path)
+            for number, (name, files) in enumerate(head.adapters.items(), 1)
         }
 
     async def replay_all(self, engine: "AsyncLLMEngine", _: Interrupts) -> None:
@@ -214,8 +223,6 @@ class _Replay:
             return f"without {', '.join(record.withheld)}"
         if record.prompt.ids is None and record.prompt.sha256 not in self._prompts:
             return "without the prompt: record with --record-content, or give --prompts FILE"
-        if record.adapter is not None and record.adapter not in self._adapters:
-            return f"the adapter {record.adapter} was not loaded at the server's start"
         return None
 
     async def _replay(self, engine: "AsyncLLMEngine", place: str, record: "RequestRecord") -> None:

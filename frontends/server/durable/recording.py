@@ -32,6 +32,7 @@ from trouper.config.engine_config import EngineConfig
 from trouper.config.generation import Marks
 from trouper.errors import invalid
 from trouper.frontends.server.shared.settings import ServeSettings
+from trouper.lora import LoRARequest
 from trouper.outputs import RequestOutput
 from trouper.params import SamplingParams
 
@@ -94,6 +95,13 @@ class RequestRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     withheld: list[str] = []
 
 
+class AdapterFiles(msgspec.Struct, frozen=True):
+    """The folder of an adapter, and the digest of its files when the server started."""
+
+    path: str
+    sha256: str
+
+
 class RecordHead(msgspec.Struct, frozen=True, omit_defaults=True):
     """The first line of a file: the model, and the options of its engine that differ from their defaults."""
 
@@ -103,10 +111,10 @@ class RecordHead(msgspec.Struct, frozen=True, omit_defaults=True):
     fingerprint: str
     dtype: str
     options: dict[str, Any]
-    adapters: dict[str, str]
+    adapters: dict[str, AdapterFiles]
     has_content: bool
     format: Literal["trouper-record"] = "trouper-record"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
 
 
 def digest(ids: Sequence[int]) -> str:
@@ -179,6 +187,8 @@ class RequestRecording:
     def _record(self, i: int, first: RequestOutput) -> RequestRecord:
         has_content, params = self._recorder.has_content, given_params(self._params)
         withheld = _missing(self._prompts[i])
+        if self._options.lora_request is not None:
+            withheld += self._recorder.changes_of(self._options.lora_request)
         if not has_content:
             withheld += [name for name in CONTENT if name in params]
             params = {name: value for name, value in params.items() if name not in CONTENT}
@@ -239,6 +249,12 @@ class RequestRecorder:
     ) -> RequestRecording:
         """Begin to record a request."""
         return RequestRecording(self, prompts, params, options)
+
+    def changes_of(self, adapter: LoRARequest) -> list[str]:
+        """Name an adapter that was loaded after the start, whose files the head does not describe."""
+        first = self._head.adapters.get(adapter.lora_name)
+        is_known = first is not None and first.path == os.path.abspath(adapter.lora_path)
+        return [] if is_known else [f"the adapter {adapter.lora_name}, loaded after the start"]
 
     def put(self, record: RequestRecord) -> None:
         """Hand over a record; drop it if too many wait for the disk."""
@@ -334,7 +350,7 @@ def open_recorder(
         fingerprint=fingerprint(config).hex(),
         dtype=str(config.dtype),
         options=_options(args),
-        adapters={each.lora_name: each.lora_path for each in settings.lora_modules},
+        adapters={each.lora_name: _files_of(each) for each in settings.lora_modules},
         has_content=settings.record_content,
     )
     check_private_folder(folder, "record")
@@ -345,14 +361,27 @@ def open_recorder(
         raise invalid("record", text, settings.record) from None
 
 
+def _files_of(adapter: LoRARequest) -> AdapterFiles:
+    from trouper.frontends.server.durable.opening import adapter_digest
+
+    path = os.path.abspath(adapter.lora_path)
+    try:
+        return AdapterFiles(path, adapter_digest(path).hex())
+    except OSError as error:
+        text = f"the adapter {adapter.lora_name} cannot be read: {error.strerror}"
+        raise invalid("lora_modules", text, path) from None
+
+
 def _options(args: EngineArgs) -> dict[str, Any]:
-    """Return the options that differ from their defaults, as far as JSON can hold them."""
+    """Return the options that differ from their defaults, as far as JSON can hold them.  Paths are absolute."""
     found: dict[str, Any] = {}
     defaults = EngineArgs()
     for field in dataclasses.fields(args):
         value: Any = getattr(args, field.name)
         if field.name in LEFT_OUT or value == getattr(defaults, field.name):
             continue
+        if field.name in ("model", "tokenizer", "chat_template") and os.path.exists(value):
+            value = os.path.abspath(value)
         try:
             found[field.name] = msgspec.json.decode(msgspec.json.encode(value))
         except (TypeError, msgspec.MsgspecError):
