@@ -23,7 +23,7 @@ of its addresses, and the accumulators of all four panels are in registers.  Mor
 panel, whose sums and totals fill the registers; the last block of rows prefetches the weights that follow.  With fewer
 registers the panels of a group are processed one after the other, and the totals, used once a group, stay in the first cache.
 A prefetch takes one of the core's few places for missing cache lines, so up to three rows, which wait for memory, leave
-seven of eight lines to the processor's own prefetcher.
+three of four lines to the processor's own prefetcher.
 
 Roofline: O I (bits / 8 + 2 / G) bytes, T O I products.
 """
@@ -64,7 +64,7 @@ _FEW = (1, 2, 3, 4, 5, 6) if num_registers() == 32 else (1, 2, 3)
 BYTE_BLOCKING = Blocking(few=tuple(Block(PANELS, rows) for rows in _FEW), many=Block(PANELS, MANY))
 # Up to this many rows the accumulators of four panels fit in the registers.
 IN_ORDER = 5 if num_registers() == 32 else 0
-# Up to this many rows one row of steps in two is prefetched, by its first line.
+# Up to this many rows only the first line of each row of steps is prefetched.
 SPARSE = 3
 # Steps to prefetch if every line is prefetched.  The first cache requests some two dozen lines at once: with 48 steps five
 # rows took 1.03 to 1.1 times as long.
@@ -220,7 +220,7 @@ class ByteProduct:
         # A span is a group of the weights, or a block of their scales.
         length = BLOCK // 2 if self._kind == "blocks" else self._length
         num_spans, per_span = self._pairs // length, length // self._group
-        scales = [self._scales_of(p, num_spans) for p in at_panel]
+        scales = [self._scales_of(p, num_spans, asks=not i) for i, p in enumerate(at_panel)]
         zeros = [self._stream(self._zeros, p, LANES, num_spans) for p in at_panel if self._zeros]
         totals = [[code.var(code.f32x16(0.0)) for _ in range(rows)] for _ in at_panel]
         places = range(len(at_panel))
@@ -240,11 +240,12 @@ class ByteProduct:
         for panel, of_panel in zip(at_panel, totals, strict=True):
             self._finish(of_panel, panel, at_row)
 
-    def _scales_of(self, panel: Value, num_spans: Value) -> Scales:
+    def _scales_of(self, panel: Value, num_spans: Value, *, asks: bool) -> Scales:
         centre = CENTRES[self._fmt]
         if self._kind == "blocks":
             arguments = self._code, self._scales, panel, num_spans, 2 * self._group, centre
-            return BlockScales(*arguments, has_minima=self._minima_kind is not None)
+            has_minima = self._minima_kind is not None
+            return BlockScales(*arguments, has_minima=has_minima, asks=asks)
         minima = self._minima and self._stream(self._minima, panel, LANES, num_spans)
         scales = self._stream(self._scales, panel, LANES, num_spans)
         return PlainScales(self._code, scales, minima, self._minima_kind, centre)
@@ -328,7 +329,7 @@ class ByteProduct:
         first = chunk * stored
         for j in range(stored):
             for p, weight in enumerate(weights):
-                self._ask(weight, first, p, number * stored + j, ask, more=j)
+                self._ask(weight, first, p, ask, more=j)
         others = [weight.at(first, num_words).load() for weight in weights if num_words > 1]
         for j in range(num_words):
             x = [
@@ -352,20 +353,19 @@ class ByteProduct:
         return moved & (((1 << width) - 1) << FIFTH) * FIRST_BITS
 
     def _ask(
-        self, weight: PanelStream, word: Value, place: int, number: int, ask: Ask, *, more: int = 0
+        self, weight: PanelStream, word: Value, place: int, ask: Ask, *, more: int = 0
     ) -> None:
         """Prefetch a later word of a panel.
 
         Args:
             place: number of the panel among those read together.
-            number: the word's number in its group.
             more: what is added to `word`.
         """
         if ask == "each":
             weight.ask(word, AHEAD_OF_MANY, more)
         elif ask == "next":
             weight.ask_next(word, more)
-        elif ask == "some" and place == 0 and number % 2 == 0:
+        elif ask == "some" and place == 0:
             weight.ask(word, AHEAD, more)
 
     def _halves(self, place: Pointer) -> list[Value]:

@@ -73,6 +73,7 @@ class BlockScales(Scales):
         num_blocks: blocks of 256 inputs in a row.
         group: inputs that share a scale.
         has_minima: whether minima follow the scales.
+        asks: whether this panel prefetches, for all four.
         centre: the constant by which the weights of panels are smaller.
     """
 
@@ -86,8 +87,10 @@ class BlockScales(Scales):
         centre: int,
         *,
         has_minima: bool,
+        asks: bool,
     ) -> None:
         self._code, self._has_minima, self._centre = code, has_minima, float(centre)
+        self._asks = asks
         # Bytes of the scales and minima of a group of four panels.
         self._width = PANELS * LANES * (2 if has_minima else 1)
         self._num_groups = BLOCK // group
@@ -97,7 +100,7 @@ class BlockScales(Scales):
 
     def enter(self, span: Value) -> None:
         here = self._own + span * self._size
-        for line in range(0, self._size, LINE):
+        for line in range(0, self._size if self._asks else 0, LINE):
             here.prefetch(self._size * BLOCKS_AHEAD + line)
         factors = here.of("f16") + self._place
         self._factor = factors.load()
