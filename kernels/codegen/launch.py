@@ -137,6 +137,11 @@ def scratch(num_bytes: int) -> int:
     return -(-ctypes.addressof(held) // 64) * 64
 
 
+def is_recorded() -> bool:
+    """Return whether this thread's launches are recorded, so that all threads are awake when they run."""
+    return getattr(_local, "recorder", None) is not None
+
+
 @contextlib.contextmanager
 def recorded_by(recorder: Recorder) -> Generator[None]:
     """Pass this thread's launches to `recorder` inside the block.

@@ -3,17 +3,32 @@
 import torch
 from torch import Tensor
 
+from trouper.kernels.codegen.launch import is_recorded
+
 # One thread computes this many rows faster than it wakes another one: a row of a norm takes 0.5 µs, a wake-up 3 µs.
 FEW = 16
+# A row is divided among at most this many threads.
+MOST_PARTS = 4
 PAD = 32  # bfloat16 in a cache line
 
 
 def num_threads_for(num_rows: int) -> int:
     """Return 1 for few rows, or else all of torch's threads.
 
-    There is nothing in between: OpenMP would end the team of threads and create one of another size.
+    There is nothing in between: OpenMP would end the team of threads and create one of another size. The threads of a
+    recorded step are awake, so two rows are enough.
     """
-    return 1 if num_rows < FEW else torch.get_num_threads()
+    return 1 if num_rows < (2 if is_recorded() else FEW) else torch.get_num_threads()
+
+
+def num_parts_for(num_rows: int) -> int:
+    """Return into how many work items to divide a row of several microseconds.
+
+    It is 1 unless a recorded step has fewer rows than threads.
+    """
+    return (
+        max(1, min(MOST_PARTS, torch.get_num_threads() // max(1, num_rows))) if is_recorded() else 1
+    )
 
 
 def padded(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:

@@ -26,7 +26,7 @@ from trouper.kernels.cpu.fused.norms import (
     fused_add_norm,
     qk_norm_rope_kv_write,
 )
-from trouper.kernels.cpu.memory import Float32Copies, num_threads_for, padded
+from trouper.kernels.cpu.memory import Float32Copies, num_parts_for, num_threads_for, padded
 from trouper.kernels.ops import CpuOps, Integers, OpsConfig, Spans
 
 KINDS: dict[torch.dtype, Kind] = {torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -168,9 +168,10 @@ class NativeOps(CpuOps):
         positions_T, slots_T, tables = step
         query_rope = rope if query_rope is None else query_rope
         num_tokens, num_bytes = len(qkv_TND), 4 * config.head_dim + 64
-        num_threads = num_threads_for(num_tokens)
+        parts = num_parts_for(num_tokens)
+        num_threads = num_threads_for(num_tokens * parts)
         self._qk_norm_rope_kv_write(
-            num_tokens,
+            num_tokens * parts,
             qkv_TND.data_ptr(),
             qkv_TND.stride(0),
             0 if head_norm is None else self._float32.of(head_norm).data_ptr(),
@@ -185,6 +186,7 @@ class NativeOps(CpuOps):
             config.head_dim,
             0 if rope is None else tables[rope].shape[-1],
             self._eps,
+            parts,
             scratch(num_threads * num_bytes),
             num_bytes,
             num_threads=num_threads,
@@ -250,15 +252,16 @@ class NativeOps(CpuOps):
 
     def act_and_mul(self, gate_up_TM: Tensor) -> Tensor:
         num_tokens, width = len(gate_up_TM), gate_up_TM.shape[1] // 2
-        y_TM = padded(num_tokens, width, gate_up_TM.dtype)
+        y_TM, parts = padded(num_tokens, width, gate_up_TM.dtype), num_parts_for(num_tokens)
         self._act_and_mul(
-            num_tokens,
+            num_tokens * parts,
             gate_up_TM.data_ptr(),
             y_TM.data_ptr(),
             y_TM.stride(0),
             width,
+            parts,
             *self._bounds,
-            num_threads=num_threads_for(num_tokens),
+            num_threads=num_threads_for(num_tokens * parts),
         )
         return y_TM
 

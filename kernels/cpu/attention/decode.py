@@ -55,8 +55,8 @@ LINE = 2 * LANES
 # The largest number of tokens with several spans in one launch, at least that of a recorded step.  Their partial results take
 # 68 MiB at N = 32, D = 128 and 8,192 keys.
 ROUND = 512
-# Tokens of a span.  Scratch memory is 48 KiB for eight heads with D = 128.
-MOST_TOKENS = 4
+# Tokens of a span, and its query heads for more than four tokens.  Scratch memory is 50 KiB for 32 heads with D = 128.
+MOST_TOKENS, MOST_HEADS = 8, 32
 
 
 def unit_of(kind: Kind, width: int) -> Unit:
@@ -65,6 +65,11 @@ def unit_of(kind: Kind, width: int) -> Unit:
     Dots need bfloat16, whole cache lines in a head and the processor's instruction; floats always work.
     """
     return "dots" if kind == "bf16" and width % LINE == 0 and has_bf16_dot() else "floats"
+
+
+def tokens_of_span(group: int) -> int:
+    """Return how many tokens of a sequence a span may serve, for so many query heads of a KV head."""
+    return max(4, min(MOST_TOKENS, MOST_HEADS // group))
 
 
 def scratch_bytes(group: int, width: int) -> int:

@@ -202,11 +202,13 @@ class AttentionPlanner:
         if not follows.any():
             return sizes_C
         firsts = np.append(np.flatnonzero(np.append(True, ~follows)), len(starts_C))
-        few_heads = self._config.num_kv_heads < ITEMS_PER_THREAD * torch.get_num_threads()
+        num_heads, num_kv = self._config.num_q_heads, self._config.num_kv_heads
+        most = decode.tokens_of_span(num_heads // num_kv)
+        few_heads = num_kv < ITEMS_PER_THREAD * torch.get_num_threads()
         for first, stop in zip(firsts[:-1].tolist(), firsts[1:].tolist(), strict=True):
             num = stop - first
             if num > 1:
-                num_spans = max(-(-num // decode.MOST_TOKENS), 2 if few_heads else 1)
+                num_spans = max(-(-num // most), 2 if few_heads else 1)
                 sizes_C[first:stop] = 0
                 cuts = [first + num * i // num_spans for i in range(num_spans + 1)]
                 for begin, end in pairwise(cuts):

@@ -75,15 +75,22 @@ GELU_B = 0.044715
 
 
 def act_and_mul(code: KernelBuilder, kind: Kind, activation: Activation) -> None:
-    """Write the kernel with the arguments gate_up, y, its stride, M; then α and the limit if clamped.  A work item is a row."""
+    """Write the kernel with the arguments gate_up, y, its stride, M, parts; then α and the limit if clamped.
+
+    A work item is one of the parts of a row.
+    """
     is_clamped = activation == "clamped_swiglu"
-    gate_up, y, stride, width, *bounds = code.arguments(6 if is_clamped else 4)
+    gate_up, y, stride, width, parts, *bounds = code.arguments(7 if is_clamped else 5)
     alpha, limit = [code.f32x16(code.f32_argument(x)) for x in bounds] if is_clamped else (1.0, 0.0)
-    for row in code.work_items():
+    for item in code.work_items():
+        row, part = item // parts, item % parts
         gates = code.pointer(gate_up, kind) + row * 2 * width
         ups = gates + width
         target = code.pointer(y, kind) + row * stride
-        for d in code.loop(0, width, LANES):
+        # The last part has the columns behind the last whole vector, if there are any.
+        begin = width * part // parts // LANES * LANES
+        end = code.select(part < parts - 1, width * (part + 1) // parts // LANES * LANES, width)
+        for d in code.loop(begin, end, LANES):
             g, u = gates.load(d), ups.load(d)
             # Selections keep NaN, which a minimum would hide.
             if is_clamped:
@@ -224,26 +231,29 @@ def qk_norm_rope_kv_write(
     code: KernelBuilder, kind: Kind, norm: Norm, is_norm_last: bool = False
 ) -> None:
     """Write the kernel with the arguments qkv, its stride, weight or 0, tables of q and of k, positions, cache, slots, S, N, H, D, R, ε,
-    scratch, scratch bytes.
+    parts, scratch, scratch bytes.
 
-    A work item is a token.
+    A work item is one of the parts of a token's heads.
     """
     (
         qkv, stride, weight, q_table, k_table, positions, cache, slots, num_slots, num_q, num_kv, width, rotated, eps,
-        scratch, scratch_bytes,
-    ) = code.arguments(16)  # fmt: skip
+        parts, scratch, scratch_bytes,
+    ) = code.arguments(17)  # fmt: skip
     eps = code.f32_argument(eps)
     wide = code.pointer(scratch + code.thread() * scratch_bytes, "f32")
-    for token in code.work_items():
+    num_heads = num_q + 2 * num_kv
+    for item in code.work_items():
+        token, part = item // parts, item % parts
+        first, stop = num_heads * part // parts, num_heads * (part + 1) // parts
         heads = code.pointer(qkv, kind) + token * stride
         slot = code.pointer(slots, "i64")[token]
         position = code.pointer(positions, "i64")[token]
         own = code.pointer(cache, kind) + slot * width
         # Each head writes to another page of the cache, so the lines are requested early.
-        for head in code.loop(0, 2 * num_kv):
+        for head in code.loop(code.maximum(first - num_q, 0), stop - num_q):
             for d in code.loop(0, width, 2 * LANES):
                 (own + head * num_slots * width).prefetch(d, level=1)
-        for head in code.loop(0, num_q + num_kv):
+        for head in code.loop(first, code.minimum(stop, num_q + num_kv)):
             table = code.select(head < num_q, q_table, k_table)
             angles = code.pointer(table, "f32") + position * 2 * rotated
             x = heads + head * width
@@ -260,9 +270,8 @@ def qk_norm_rope_kv_write(
                 _copy(code, heads + head * width, wide, width)
             with code.when(head >= num_q):
                 _copy(code, own + (head - num_q) * num_slots * width, wide, width)
-        for head in code.loop(0, num_kv):
-            values = heads + (num_q + num_kv + head) * width
-            _copy(code, own + (num_kv + head) * num_slots * width, values, width)
+        for head in code.loop(code.maximum(first, num_q + num_kv), stop):
+            _copy(code, own + (head - num_q) * num_slots * width, heads + head * width, width)
 
 
 def _normalise(

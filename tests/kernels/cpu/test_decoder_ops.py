@@ -3,6 +3,7 @@
 import random
 import sys
 from itertools import pairwise
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -13,6 +14,9 @@ import torch.nn.functional as F
 from trouper.actors.executor.runners.cpu.recorded_steps import MAX_ROWS
 from trouper.kernels import codegen
 from trouper.kernels.codegen import units
+from trouper.kernels.codegen.launch import recorded_by
+from trouper.kernels.cpu import memory
+from trouper.kernels.cpu import ops as native_ops
 from trouper.kernels.cpu.attention import decode
 from trouper.kernels.cpu.attention.plan import AttentionPlanner
 from trouper.kernels.cpu.attention.prefill import PARTS
@@ -218,7 +222,7 @@ def test_tokens_sharing_keys_equal_separate_ones(width, window, num_kv):
     rows, starts = map(list, zip(*entries, strict=True))
     ops = NativeOps(shape)
     plan = ops.plan(step.block_ids, rows, starts, [1] * len(rows), window)
-    assert plan.spans[:, 5].max() == 4
+    assert plan.spans[:, 5].max() == (8 if num_kv == 16 else 4)
     together = ops.attend(step.qkv, step.cache, plan)
     torch.testing.assert_close(together, step.reference(window), atol=2e-2, rtol=2e-2)
     for i, (row, start) in enumerate(entries):
@@ -289,6 +293,34 @@ def test_norm_rotation_and_write(
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 6e-2}[dtype]
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance, equal_nan=True)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_parts_of_rows_equal_whole_rows(parts, monkeypatch):
+    torch.manual_seed(0)
+    ops = NativeOps(shape_of(head_dim=48, dtype=torch.bfloat16))
+    qkv, gate_up = torch.randn(2, 8, 48).bfloat16(), torch.randn(2, 2 * 80).bfloat16()
+    inverse = 1e4 ** -(torch.arange(0, 48, 2) / 48)
+    tables = [rope_table(inverse, 1000, 1.0, torch.bfloat16)]
+    found = []
+    for num in (1, parts):
+        monkeypatch.setattr(native_ops, "num_parts_for", lambda _, num=num: num)
+        mine, cache = qkv.clone(), torch.zeros((2, 2, 64, 48), dtype=torch.bfloat16)
+        step = ops.begin(torch.tensor([7, 900]), torch.tensor([3, 5]), tables)
+        ops.qk_norm_rope_kv_write(mine, torch.ones(6, 48).bfloat16(), step, 0, cache)
+        found.append((mine, cache, ops.act_and_mul(gate_up)))
+    assert all(map(torch.equal, *found))
+
+
+def test_recorded_rows_are_divided_among_the_threads(monkeypatch):
+    monkeypatch.setattr(memory.torch, "get_num_threads", lambda: 6)
+    assert (memory.num_threads_for(15), memory.num_threads_for(16)) == (1, 6)
+    assert memory.num_parts_for(1) == 1
+    with recorded_by(None):
+        assert memory.num_parts_for(1) == 1
+    with recorded_by(mock.Mock()):
+        assert (memory.num_threads_for(1), memory.num_threads_for(2)) == (1, 6)
+        assert [memory.num_parts_for(rows) for rows in (0, 1, 2, 3, 4, 40)] == [4, 4, 3, 2, 1, 1]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
