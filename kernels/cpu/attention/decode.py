@@ -68,7 +68,7 @@ def unit_of(kind: Kind, width: int) -> Unit:
 
 
 def tokens_of_span(group: int) -> int:
-    """Return how many tokens of a sequence a span may serve, for so many query heads of a KV head."""
+    """Return how many tokens of a sequence a span may serve.  `group` is the number of query heads of a KV head."""
     return max(4, min(MOST_TOKENS, MOST_HEADS // group))
 
 
@@ -222,7 +222,7 @@ class _Span:
                         self._softmax(t * group + g, own)
             for first, num, slot in self._runs(position, stop, table):
                 value, offset = v + slot * width, first - position
-                # The keys that are read next are prefetched during the sums, and the values during the scores.  The index is
+                # The next keys are prefetched during the sums, and the values during the scores.  The index is
                 # not used at the end of the span.
                 after = first + num
                 index = code.minimum(after, last_end - 1)
@@ -284,7 +284,7 @@ class _Span:
                 self._add_values(q, 1, d, 1, value, count, ahead, offset)
 
     def _extend(self, count: Var, position: Value, slot: Value, table: Pointer, end: Value) -> None:
-        """Extend `count` over blocks with consecutive ids, which are contiguous in memory."""
+        """Extend `count` over blocks with consecutive ids: they are contiguous in memory."""
         code, size = self.code, self.block_size
         limit = end - position
         goal = code.var(limit)

@@ -7,7 +7,7 @@ Law: a row's result does not depend on the number of rows.  Each sum starts at 0
 total, times its scale, in every block.  A sum covers a group; for tiles with four bits it covers 32 inputs, one
 product, whatever the group.
 
-A minimum is multiplied by the sum of x over its group, which is one more dot product for each row.  Minima, and int8 in
+A minimum is multiplied by the sum of x over its group, by one more dot product for each row.  Minima, and int8 in
 groups, always use dots.
 """
 
