@@ -156,6 +156,8 @@ class ByteProduct:
         code = self._code
         kind: Kind = "i8" if self._kind == "blocks" else self._kind
         self._q, self._scales = code.pointer(q, "i32"), code.pointer(s, kind)
+        # The panel whose weights the last block of rows has prefetched.
+        self._next_panel = code.var(-1)
         self._bias = bias
         self._zeros = code.pointer(z, "i32") if self._has_zeros else None
         self._minima = None
@@ -198,6 +200,9 @@ class ByteProduct:
         four panels that follow in memory, at the rate at which it multiplies.
         """
         code = self._code
+        with code.when((first_panel - self._next_panel) * (first_panel - self._next_panel) > 0):
+            self._fetch(first_panel)
+        self._next_panel.set(first_panel + PANELS)
         last = code.minimum(first_panel + PANELS, self.num_panels)
         for row in code.loop(first_row, stop, rows):
             is_last, is_short = stop - row <= rows, stop - row <= rows // 2
@@ -209,14 +214,23 @@ class ByteProduct:
                 with code.when(is_last.equals(0)):
                     self._block([panel], row, rows, "none")
 
+    def _fetch(self, first_panel: Value) -> None:
+        """Prefetch four panels at once, as the first ones of a run of work items."""
+        for word in self._code.loop(0, self._num_words):
+            own = self._stream(self._q, first_panel, self._words, self._num_words)
+            own.ask_entry(word, PANELS)
+
+    @property
+    def _num_words(self) -> Value:
+        """The stored words of a panel's outputs; for int8 pairs of words."""
+        num_words = self._pairs // STEP
+        return num_words if self._chunk == 1 else num_words // self._chunk * (self._chunk + 1)
+
     def _block(self, at_panel: Sequence[Value], first_row: Value, rows: int, ask: Ask) -> None:
         code = self._code
         at_row = [self.rows.row(first_row + r) for r in range(rows)]
         xs = [self._row(self.rows.x_row(row)) for row in at_row]
-        num_words = self._pairs // STEP
-        if self._chunk > 1:
-            num_words = num_words // self._chunk * (self._chunk + 1)
-        weights = [self._stream(self._q, p, self._words, num_words) for p in at_panel]
+        weights = [self._stream(self._q, p, self._words, self._num_words) for p in at_panel]
         # A span is a group of the weights, or a block of their scales.
         length = BLOCK // 2 if self._kind == "blocks" else self._length
         num_spans, per_span = self._pairs // length, length // self._group

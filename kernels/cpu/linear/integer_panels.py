@@ -67,8 +67,12 @@ class PanelStream:
 
     def ask_next(self, i: Value, more: int = 0) -> None:
         """Prefetch the entry of the panel with the same place among the next interleaved ones."""
-        there = self.at(i + self._count, more)
-        for line in range(0, self._stride // PANELS, LINE // 4):
+        self.ask_entry(i + self._count + more)
+
+    def ask_entry(self, i: Value, panels: int = 1) -> None:
+        """Prefetch an entry of some panels, from this one on."""
+        there = self.at(i)
+        for line in range(0, self._stride // PANELS * panels, LINE // 4):
             there.prefetch(line)
 
 
