@@ -289,6 +289,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
         failed = dict(done.failed) if done.failed else {}
         logprobs, token_ids = done.logprobs, done.token_ids
         append = table.append  # looked up once, not for each entry
+        has_windows = table.running.windows is not None
         for i, (sequence, preemption_epoch, start, end, num_sampled) in enumerate(step.entries):
             if sequence.state is State.FINISHED or preemption_epoch < sequence.valid_from_epoch:
                 continue
@@ -303,10 +304,13 @@ class Policy(PolicyBase[InFlightStep, Request]):
                 sequence.num_in_flight -= num_sampled
                 append(sequence, token_ids[i], logprobs[i] if logprobs else ())
                 if preemption_epoch == sequence.preemption_epoch:
-                    # Those of drafts that were right; registered when the next step is answered, if there is one.
+                    # Those of drafts that were right.
                     num_more = len(token_ids[i]) - 1
                     sequence.num_computed += num_more
                     sequence.num_computed_on_device += num_more
+                    # They are registered when the next step is answered, if there is one.  With windows it may need their blocks.
+                    if num_more > 0 and has_windows and sequence.request_slot >= 0:
+                        table.running.register(sequence)
         self._planner.lookahead.note(done)
         _note_encoded(step, done)
 

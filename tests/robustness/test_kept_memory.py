@@ -45,3 +45,27 @@ async def test_stages_keep_their_memory_together():
             await texts(engine, at_token=20, do=partial(workers.signal, signal.SIGKILL)) == expected
         )
         assert 0 < num_recomputed(engine) - before <= 2 * MOST_RECOMPUTED
+
+
+@pytest.mark.slow
+async def test_windows_outlive_their_worker():
+    windows = {
+        "use_sliding_window": True,
+        "sliding_window": 12,
+        "max_window_layers": 2,
+        "layer_types": None,
+    }
+    options = {
+        "block_size": BLOCK,
+        "hf_overrides": windows,
+        "max_model_len": 256,
+        "max_num_batched_tokens": 64,
+    }
+    async with an_engine(**options) as (engine, workers):
+        expected = await texts(engine)
+        assert engine.info.kv_layout.has_windows
+        before = num_recomputed(engine)
+        await engine.controls.reset_prefix_cache()
+        do = partial(workers.signal, signal.SIGKILL)
+        assert await texts(engine, at_token=20, do=do) == expected
+        assert 0 < num_recomputed(engine) - before <= MOST_RECOMPUTED

@@ -1,6 +1,8 @@
 """A model that sees, over HTTP: every API sends the same image, and hostile files end nothing but their request."""
 
 import base64
+import json
+import random
 import re
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -16,7 +18,10 @@ from trouper import AsyncLLMEngine, EngineArgs
 
 from .conftest import SMALL
 from .image_attack import attack_all
+from .lives import lives_on
 from .process import started
+from .test_durable_streams import begin, rest
+from .test_journal import SimulatedDisk
 
 
 def url(data):
@@ -255,6 +260,24 @@ async def test_usage_counts_the_tokens_of_images(make_client):
         body = {"messages": [{"role": "user", "content": content}], **GREEDY}
         usage = (await client.post("/v1/chat/completions", body)).json["usage"]
         assert usage["prompt_tokens_details"].get("image_tokens") == wanted
+
+
+@pytest.mark.anyio
+async def test_later_server_sees_the_image_again(engine, client):
+    """The journal contains the image, so an answer goes on after the death of its server."""
+    life = lives_on(engine, SimulatedDisk(random.Random(0), full_rate=0, error_rate=0))
+    sampled = {"temperature": 0.9, "seed": 3, "ignore_eos": True, "max_tokens": 40}
+    path, body = "/v1/chat/completions", {"messages": CHAT, "stream": True, **sampled}
+    async with life() as first:
+        had = await begin(first, path, body, 4)
+    async with life() as second:
+        whole = await rest(second, path, body, b"")
+        assert had + await rest(second, path, body, had) == whole
+    frames = [line.removeprefix(b"data: ") for line in whole.split(b"\n")]
+    chunks = [json.loads(frame) for frame in frames if frame.startswith(b"{")]
+    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    plain = await client.post(path, {**body, "stream": False})
+    assert text == plain.json["choices"][0]["message"]["content"]
 
 
 @pytest.mark.slow

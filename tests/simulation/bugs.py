@@ -15,6 +15,7 @@ import tests.simulation.simulated_device as simulated_module
 import trouper.actors.rendering.renderer as renderer_module
 import trouper.actors.scheduling.state.sequence as sequences_module
 import trouper.actors.scheduling.state.sequence_table as table_module
+import trouper.actors.scheduling.state.windows as windows_module
 from trouper.actors.engine.generation import Generation
 from trouper.actors.engine.request_table import RequestTable
 from trouper.actors.output.detokenizer import Detokenizer, OutputStatsCollector
@@ -30,11 +31,19 @@ from trouper.actors.scheduling.state.sequence import Sequence
 from trouper.actors.scheduling.state.sequence_table import SequenceTable
 from trouper.actors.scheduling.state.state_snapshots import StateSnapshots
 from trouper.actors.scheduling.state.step_builder import InFlightSteps, StepBuilder
+from trouper.actors.scheduling.state.windows import Windows
 from trouper.actors.scheduling.step_planner import StepPlanner
 from trouper.actors.scheduling.step_time import StepTimes
+from trouper.config.kv_layout import KVLayout
 from trouper.errors import EngineDeadError
 
-from .scenario import draw, draw_with_drafts, draw_with_states, draw_without_states
+from .scenario import (
+    draw,
+    draw_with_drafts,
+    draw_with_states,
+    draw_with_windows,
+    draw_without_states,
+)
 from .simulated_device import SimulatedDevice
 
 Faulty = Callable[..., Any]
@@ -629,6 +638,55 @@ def planned_row_is_not_given_back(right):
 @bug(Policy, "_begin_again", draw_with_states)
 def state_of_a_failed_step_is_used_again(right):
     return lambda self, states, torn, undone: None
+
+
+# Windows
+
+
+@bug(Windows, "give_back", draw_with_windows)
+def window_is_given_back_when_it_is_planned(right):
+    def faulty(self, sequence):
+        landed = sequence.num_computed_on_device
+        sequence.num_computed_on_device = sequence.num_computed
+        right(self, sequence)
+        sequence.num_computed_on_device = landed
+
+    return faulty
+
+
+@bug(KVLayout, "num_behind", draw_with_windows)
+def window_is_given_back_one_block_early(right):
+    return lambda self, window, position: right(self, window, position + self.block_size)
+
+
+@bug(Windows, "_gap", draw_with_windows)
+def hit_without_the_blocks_of_the_window(right):
+    return lambda self, hashes, count: None
+
+
+@bug(KVLayout, "_most", draw_with_windows)
+def limit_without_the_tokens_of_a_step(right):
+    return lambda self, window: (
+        right(self, window) and -(-((window or 2**40) - 1) // self.block_size)
+    )
+
+
+@bug(windows_module, "_name", draw_with_windows)
+def groups_share_names(right):
+    return lambda hash, group: hash
+
+
+@bug(Windows, "fork", draw_with_windows)
+def sibling_misses_the_window(right):
+    def faulty(self, leader, num_shared, *, copies_next):
+        return leader.blocks[: num_shared * self._num_groups]
+
+    return faulty
+
+
+@bug(Running, "_shortened", draw_with_windows)
+def step_is_not_shortened(right):
+    return lambda self, sequence, builder, table, start, count: count
 
 
 @bug(Detokenizer, "_take_update")

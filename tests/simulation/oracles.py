@@ -75,6 +75,7 @@ def at_rest(world: Any) -> None:
 def check_blocks(policy: Policy) -> None:
     """Every block is free or held, by as many as its count says; what is shared is equal and read-only."""
     blocks = policy.blocks
+    num_groups = len(blocks.layout.windows)
     holders: dict[int, list[tuple[Sequence, int]]] = {}
     running = policy.table.running.snapshot()
     for sequence in policy.table.sequences.values():
@@ -90,11 +91,18 @@ def check_blocks(policy: Policy) -> None:
         )
         require(
             0 <= sequence.num_computed_on_device <= sequence.num_computed
-            <= len(sequence.blocks) * blocks.block_size,
+            <= len(sequence.blocks) // num_groups * blocks.block_size,
             "counters", sequence.id, sequence.num_computed_on_device, sequence.num_computed,
         )  # fmt: skip
-        for position, block in enumerate(sequence.blocks):
-            holders.setdefault(block, []).append((sequence, position))
+        for place, block in enumerate(sequence.blocks):
+            position, group = divmod(place, num_groups)
+            window, computed = blocks.layout.windows[group], sequence.num_computed_on_device
+            is_behind = window and (position + 1) * blocks.block_size < computed - window + 2
+            require(block or is_behind, "a block inside a window is given back", sequence.id, place)
+            is_kept = block and is_behind
+            require(not is_kept, "a block behind a window is kept", sequence.id, place)
+            if block:
+                holders.setdefault(block, []).append((sequence, position))
     free = set(blocks.free_list)
     references = Counter({block: len(who) for block, who in holders.items()})
     for block in range(1, blocks.num_blocks):
@@ -205,7 +213,10 @@ def check_turns(policy: Policy, plan: Any) -> None:
     ranks = [sequence.order[0] for sequence, *_ in chunks]
     require(ranks == sorted(ranks), "a prompt of a lower priority goes first", ranks)
     if policy.config.enable_chunked_prefill:
-        ends = [num_sampled for *_, num_sampled in chunks]
+        # A prompt that is shortened because blocks are short may follow one that ends.
+        layout = policy.blocks.layout
+        short = layout.num_step_tokens if layout.has_windows else 0
+        ends = [num_sampled for _, start, end, num_sampled in chunks if end - start != short]
         require(ends == sorted(ends), "a prompt goes on behind one that ends", ends)
     if chunks and not policy.table.running.num_preemptions:
         planned = {sequence.id for sequence, *_ in entries}

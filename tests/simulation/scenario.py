@@ -10,11 +10,14 @@ from typing import Literal
 
 import msgspec
 
+from trouper.config.kv_layout import KVLayout
+
 VOCAB_SIZE = 48
 EOS = 0
 STEP_S = 0.01
 FAST = 0.002, 0.001, 0.001, 0.001, 1e-5, 1e-5
 SLOW = 0.005, 0.005, 0.01, 0.002, 1e-4, 1e-5
+WINDOWS = (None, 3), (None, 5, 5, 2), (4,), (None, 9)
 Dice = Callable[[str], random.Random]
 Drafters = Literal["mixed", "true", "junk"]
 DRAFTERS: tuple[Drafters, ...] = ("mixed", "mixed", "true", "junk")  # as often as they are drawn
@@ -110,6 +113,10 @@ class Scenario(msgspec.Struct, kw_only=True):
     misjudged: float = (
         1.0  # times the seconds that the policy believes in at first; 0: it knows nothing
     )
+    # Of the groups of layers.  `num_blocks` is the number for each group.
+    windows: tuple[int | None, ...] = (None,)
+    # The most tokens of a sequence in a step when blocks are short.
+    short_step: int = 24
     # Rows for snapshots of recurrent states; 0 stands for a model without states.
     num_snapshots: int = 0
     num_drafts: int = 0  # that a step may verify
@@ -119,6 +126,11 @@ class Scenario(msgspec.Struct, kw_only=True):
     max_queued: int | None = None
     has_tokenizer: bool = False
     log_stats: bool = False
+
+
+def layout_of(scenario: Scenario) -> KVLayout:
+    step = scenario.short_step if scenario.chunked else scenario.max_model_len
+    return KVLayout(scenario.block_size, scenario.windows, step)
 
 
 def draw(seed: int) -> Scenario:
@@ -140,6 +152,25 @@ def draw_with_states(seed: int) -> Scenario:
     scenario = draw(seed)
     scenario.num_snapshots = scenario.num_snapshots or 1 + seed % 8
     return scenario
+
+
+def draw_with_windows(seed: int) -> Scenario:
+    """One whose layers have windows, in little memory."""
+    scenario = draw(seed)
+    scenario.num_snapshots = 0
+    if scenario.windows == (None,):
+        give_windows(scenario, streams_of(seed)("more windows"))
+    return scenario
+
+
+def give_windows(scenario: Scenario, dice: random.Random) -> None:
+    """Divide the layers into groups with windows, and the memory likewise: for at least one sequence of any length."""
+    scenario.windows = dice.choice(WINDOWS)
+    scenario.short_step = dice.choice((2, 5, 24))
+    layout, num_groups = layout_of(scenario), len(scenario.windows)
+    least = layout.num_blocks(scenario.max_model_len)
+    whole = scenario.num_blocks * num_groups
+    scenario.num_blocks = -(-dice.choice((least, least, least + 2, 2 * least, whole)) // num_groups)
 
 
 def draw_without_states(seed: int) -> Scenario:
@@ -177,7 +208,7 @@ def draw_with(dice: Dice, *, seed: int) -> Scenario:
     )
     for client in clients:
         client.wish.key = times.choice(("", "", "x", "y"))
-    return Scenario(
+    scenario = Scenario(
         seed=seed,
         clients=clients,
         weather=draw_weather(dice("faults"), num_clients),
@@ -209,6 +240,9 @@ def draw_with(dice: Dice, *, seed: int) -> Scenario:
         has_tokenizer=has_tokenizer,
         log_stats=sizes.random() < 0.5,
     )
+    if not scenario.num_snapshots and dice("windows").random() < 0.4:
+        give_windows(scenario, dice("windows"))
+    return scenario
 
 
 def draw_prompt(dice: random.Random, longest: int) -> tuple[int, ...]:

@@ -6,6 +6,9 @@ read back through the table, with the seed and the position.  Blocks are poisone
 a row for writing.  So a wrong table, a use after free, a stale prefix hit, a copy that was forgotten or
 two writers of one block change tokens, and `simulated_tokens` says what they should have been.
 
+If layers have windows, each group of layers has tables and entries of its own, and a query reads no entry behind its window.  What it
+reads and should not be there changes all tokens that follow; the null block is never written, so it is always wrong.
+
 With rows of states it is a recurrent model too: the state of a slot is the hash of all entries so far.  A step that begins with
 another state than that of its position mixes it into all entries that follow, so a stale, torn or foreign state changes tokens.
 
@@ -37,6 +40,7 @@ from trouper.actors.messages.steps import (
     TierOrder,
     TokenLogprobs,
 )
+from trouper.config.kv_layout import KVLayout
 
 ENTRY_BYTES = 8
 POISON = b"\xee" * ENTRY_BYTES
@@ -236,9 +240,15 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
         *,
         num_slots: int = 0,
         num_snapshots: int = 0,
+        layout: KVLayout | None = None,
     ) -> None:
-        """Make a device; with snapshots, its model keeps recurrent states, of which the first rows belong to the slots."""
-        info = DeviceInfo(num_blocks, block_size, "float32", "simulated")
+        """Make a device; with snapshots, its model keeps recurrent states, of which the first rows belong to the slots.
+
+        Args:
+            layout: the groups of layers; without it there is one, which sees all tokens.
+        """
+        info = DeviceInfo(num_blocks, block_size, "float32", "simulated", layout=layout)
+        self._windows = info.kv_layout.windows
         if num_snapshots:
             info = msgspec.structs.replace(
                 info, num_state_rows=num_slots, num_snapshots=num_snapshots, state_bytes=ENTRY_BYTES
@@ -339,7 +349,7 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
             if new.state_row >= 0:
                 self._states[new.request_slot] = self._states.get(new.state_row, POISON)
             num_shared = -(-starts[new.request_slot] // self._info.block_size)
-            self._poison(new.block_ids[num_shared:])
+            self._poison(new.block_ids[num_shared * len(self._windows) :])
         for row, blocks in plan.new_blocks:
             self._rows[row].table.extend(blocks)
             self._poison(blocks)
@@ -351,7 +361,13 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
     def _check(self, plan: StepPlan) -> None:
         """A plan that breaks the protocol is a bug of its maker."""
         known = self._rows.keys() | {new.request_slot for new in plan.new_sequences}
-        given = [block for new in plan.new_sequences for block in new.block_ids]
+        starts = dict(zip(plan.request_slots, plan.num_computed_tokens, strict=True))
+        given = [
+            block
+            for new in plan.new_sequences
+            for place, block in enumerate(new.block_ids)
+            if block or not self._is_behind(place, starts.get(new.request_slot, 0))
+        ]
         given += [block for _, blocks in plan.new_blocks for block in blocks]
         given += [block for _, target in plan.copies for block in (target,)]
         problems = {
@@ -383,17 +399,53 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
             at = block * self._stride
             self._cache[at : at + self._stride] = POISON * self._info.block_size
 
+    def _is_behind(self, place: int, start: int) -> bool:
+        """Whether no query from `start` on sees a token of the block at this place of a table."""
+        block, group = divmod(place, len(self._windows))
+        window = self._windows[group]
+        return window is not None and (block + 1) * self._info.block_size <= start - window + 1
+
     def _read(self, row: _Row, num_positions: int) -> bytes:
         """The entries of the first positions, through the block table."""
+        if self._info.kv_layout.has_windows:
+            truth = _truth(row, num_positions, self._adapters)
+            wrong = self._wrong(row, truth, num_positions - 1, num_positions)
+            return b"".join((*truth, wrong))
         stride = self._stride
         num_blocks = -(-num_positions // self._info.block_size)
         pages = [self._cache[b * stride : (b + 1) * stride] for b in row.table[:num_blocks]]
         return b"".join(pages)[: num_positions * ENTRY_BYTES]
 
+    def _wrong(self, row: _Row, truth: Sequence[bytes], query: int, end: int) -> bytes:
+        """What the query at a position sees before `end`, and should not be there, in any group."""
+        found: list[bytes] = []
+        for group, window in enumerate(self._windows):
+            for position in range(0 if window is None else max(0, query - window + 1), end):
+                at = self._place(row, group, position)
+                entry = bytes(self._cache[at : at + ENTRY_BYTES])
+                if entry != _of_group(truth[position], group):
+                    found.append(entry)
+        return b"".join(found)
+
+    def _place(self, row: _Row, group: int, position: int) -> int:
+        """Where the entry of a position is in the cache, for one group."""
+        block, offset = divmod(position, self._info.block_size)
+        return row.table[block * len(self._windows) + group] * self._stride + offset * ENTRY_BYTES
+
+    def _write(self, row: _Row, position: int, entry: bytes) -> None:
+        for group in range(len(self._windows)):
+            at = self._place(row, group, position)
+            if at < self._stride and entry != POISON:
+                raise ValueError(
+                    f"{row.sequence}: position {position} is written to the null block"
+                )
+            mine = entry if entry == POISON else _of_group(entry, group)
+            self._cache[at : at + ENTRY_BYTES] = mine
+
     def _compute(self, row: _Row, start: int, end: int) -> tuple[TokenLogprobs, ...]:
         """Write the entries of positions start … end - 1; answer the prompt logprobs they yield."""
         size = self._info.block_size
-        if end > len(row.table) * size:
+        if end > len(row.table) // len(self._windows) * size:
             raise ValueError(f"{row.sequence}: position {end - 1} has no block")
         if end > len(row.token_ids):
             raise ValueError(f"{row.sequence}: position {end - 1} has no token")
@@ -402,10 +454,14 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
         if self._info.state_bytes and start:
             found = self._states.get(row.slot, POISON)
             state.update(found if found != state.digest() else b"")
+        has_windows = self._info.kv_layout.has_windows
+        truth = _truth(row, end, self._adapters) if has_windows else []
         for position in range(start, end):
+            if has_windows:
+                state = hashlib.blake2b(b"".join(truth[:position]), digest_size=ENTRY_BYTES)
+                state.update(self._wrong(row, truth, position, position))
             entry = _entry(state, row.token_ids[position], position, adapter)
-            at = row.table[position // size] * self._stride + position % size * ENTRY_BYTES
-            self._cache[at : at + ENTRY_BYTES] = entry
+            self._write(row, position, entry)
             state.update(entry)
             for target in self._saves.get((row.slot, position + 1), ()):
                 self._states[target] = state.digest()
@@ -436,7 +492,7 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
 
     def _sample_run(self, row: _Row, start: int, end: int, num_drafts: int) -> tuple[int, ...]:
         """Choose the token at `end`, and those behind drafts that are right; what the others wrote stays in the cache."""
-        if end + num_drafts > len(row.table) * self._info.block_size:
+        if end + num_drafts > len(row.table) // len(self._windows) * self._info.block_size:
             raise ValueError(f"{row.sequence}: no blocks for {num_drafts} drafts behind {end}")
         num_right = self._conditions.num_right(row.sequence, num_drafts) if num_drafts else 0
         run = [self._sample(row, start, end)]
@@ -450,10 +506,9 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
 
     def _spoil(self, row: _Row, start: int, end: int) -> None:
         """Poison these positions of the sequence's cache."""
-        size = self._info.block_size
-        for position in range(start, min(end, len(row.table) * size)):
-            at = row.table[position // size] * self._stride + position % size * ENTRY_BYTES
-            self._cache[at : at + ENTRY_BYTES] = POISON
+        most = len(row.table) // len(self._windows) * self._info.block_size
+        for position in range(start, min(end, most)):
+            self._write(row, position, POISON)
 
     def _token_logprobs(
         self, row: _Row, position: int, tokens: tuple[int, ...]
@@ -488,6 +543,21 @@ def simulated_tokens(
         state.update(entry)
         context += entry
     return tokens[len(prompt_token_ids) :]
+
+
+def _truth(row: _Row, num_positions: int, adapters: dict[int, bytes]) -> list[bytes]:
+    """The entries of the first positions as the row's tokens have them, whatever the cache contains."""
+    adapter = adapters[row.adapter_slot] if row.adapter_slot else b""
+    state, found = hashlib.blake2b(digest_size=ENTRY_BYTES), list[bytes]()
+    for position, token in enumerate(row.token_ids[:num_positions]):
+        found.append(_entry(state, token, position, adapter))
+        state.update(found[-1])
+    return found
+
+
+def _of_group(entry: bytes, group: int) -> bytes:
+    """What a group of layers keeps of a position: no two groups keep the same."""
+    return bytes((entry[0] ^ group, *entry[1:]))
 
 
 def _entry(before: hashlib.blake2b, token: int, position: int, adapter: bytes) -> bytes:

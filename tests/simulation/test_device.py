@@ -17,6 +17,7 @@ from trouper.actors.messages.steps import (
     StepFailed,
     StepPlan,
 )
+from trouper.config.kv_layout import KVLayout
 
 from .simulated_device import Conditions, SimulatedDevice, StepError, simulated_tokens
 from .simulated_encoder import SimulatedEncoder, simulated_result
@@ -72,6 +73,23 @@ async def test_shared_prefix_is_read_and_wrong_one_changes_token():
     want = simulated_tokens(longer, GREEDY, 1, VOCAB)
     assert (await play(device_of(), first, right))[1].token_ids == (tuple(want),)
     assert (await play(device_of(), first, wrong))[1].token_ids != (tuple(want),)
+
+
+@pytest.mark.parametrize("table", [(1, 0, 3, 4, 5, 7), (1, 2, 3, 2, 5, 7), (1, 2, 3, 0, 5, 7)])
+async def test_wrong_block_inside_window_shows(table):
+    """Blocks of two tokens, in two tables.  The second is of layers that see three tokens."""
+    layout, is_right = KVLayout(2, (None, 3)), table[3] == 4
+    device = SimulatedDevice(9, 2, VOCAB, 2, Conditions(step_s=0), layout=layout)
+    first = plan(1, 0, 0, 5, new_sequences=(new_row(0, (1, 2, 3, 4, 5, 6)),))
+    (done,) = await play(device, first)
+    assert done.token_ids == (tuple(simulated_tokens(PROMPT, GREEDY, 1, VOCAB)),)
+    second = plan(2, 1, 4, 1, new_sequences=(new_row(1, table),))
+    if table[3]:
+        (again,) = await play(device, second)
+        assert (again.token_ids == done.token_ids) == is_right
+    else:
+        with pytest.raises(ValueError, match="no such block"):
+            await play(device, second)
 
 
 async def test_a_fork_needs_its_copy():

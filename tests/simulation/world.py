@@ -34,7 +34,7 @@ from trouper.errors import EngineDeadError
 from . import oracles
 from .clients import Broken, Case, Story, abort_later, operate, play
 from .ports import DeviceCrashError, InjectedError, SimThreads, Trouble, WatchedDevice
-from .scenario import EOS, STEP_S, VOCAB_SIZE, Scenario
+from .scenario import EOS, STEP_S, VOCAB_SIZE, Scenario, layout_of
 from .scheduling import CancelAtStep
 
 
@@ -89,13 +89,14 @@ class World:
     def make_device(self) -> Any:
         scenario = self.scenario
         device = WatchedDevice(
-            scenario.num_blocks + 1,
+            scenario.num_blocks * len(scenario.windows) + 1,
             scenario.block_size,
             VOCAB_SIZE,
             scenario.steps_in_flight,
             self.trouble,
             num_slots=scenario.max_num_seqs,
             num_snapshots=scenario.num_snapshots,
+            layout=layout_of(scenario),
         )
         device.record = self.record
         return device

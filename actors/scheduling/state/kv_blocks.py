@@ -112,8 +112,10 @@ class KVBlocks:
 
         Blocks without a cached prefix come first.
         """
-        blank = [block for block in self._free if self._hashes[block] is None]
-        return (*blank, *self._spare, *list(self._free)[len(blank) :])
+        free = list(self._free)
+        # A block that was withdrawn while it was free stays where it is.
+        front = next((i for i, block in enumerate(free) if self._hashes[block]), len(free))
+        return (*free[:front], *self._spare, *free[front:])
 
     def num_references(self, block: int) -> int:
         """Count the holders of a block.

@@ -192,7 +192,10 @@ class Windows:
 
         Their keys and values may be wrong, because a step of the sequence has failed.
         """
-        for _, name in self.names(sequence.hashes, 0, sequence.num_registered):
+        # A sibling shares its leader's blocks before it has hashed its own tokens.
+        count = sequence.num_registered
+        hashes = sequence.hash_blocks(count, self._layout.block_size)
+        for _, name in self.names(hashes, 0, count):
             while (block := self._blocks.find(name)) is not None:
                 self._blocks.forget((block,))
 

@@ -16,7 +16,7 @@ import trio
 
 from tests.simulation.clients import Broken as BrokenOracle
 from tests.simulation.ports import InjectedError, Trouble
-from tests.simulation.scenario import STEP_S, VOCAB_SIZE
+from tests.simulation.scenario import STEP_S, VOCAB_SIZE, layout_of
 from tests.simulation.simulated_device import MEMORY, SimulatedDevice
 from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.executor.devices.outstanding import DECISIVE
@@ -61,7 +61,8 @@ class WorkerModel(SimulatedDevice):
     """What a worker computes, without waits: its peer has the clock."""
 
     def __init__(self, info: DeviceInfo, credits: int, trouble: Trouble, absent: frozenset[str]):
-        super().__init__(info.num_blocks, info.block_size, VOCAB_SIZE, credits, trouble)
+        sizes = info.num_blocks, info.block_size
+        super().__init__(*sizes, VOCAB_SIZE, credits, trouble, layout=info.layout)
         self.absent = absent
 
     def step(self, plan: StepPlan) -> StepDone | StepFailed:
@@ -192,11 +193,13 @@ class SimPeer:
     def _load(self, load: Load) -> None:
         fate, config = self.fate, load.config
         self._write(Progress("weights"))
-        num_blocks = config.num_blocks + 1
+        layout = layout_of(self.world.scenario)
+        num_blocks = config.num_blocks * len(layout.windows) + 1
         if fate.end == "memory" and self.number > 0:
             num_blocks += int(fate.at)
             self.is_misbehaving = True
-        info = DeviceInfo(num_blocks, config.block_size, "float32", "simulated")
+        sizes = num_blocks, config.block_size
+        info = DeviceInfo(*sizes, "float32", "simulated", layout=layout)
         absent = MEMORY - frozenset(load.woken) if load.sleep_level else frozenset()
         credits = config.scheduler.max_steps_in_flight
         self.model = WorkerModel(info, credits, self.world.trouble, absent)
