@@ -19,8 +19,10 @@ import threading
 import time
 from pathlib import Path
 
-from .durable_kills import LIMIT_S, free_port
+from .durable_kills import free_port
 
+# Seconds for a server to load beside another one under load, and for an answer.
+LIMIT_S = 300
 BODY = {"stream": True, "max_tokens": 40, "temperature": 0.9, "ignore_eos": True}
 # Different prompts and seeds; each has one answer.
 NUM_ANSWERS = 12
@@ -170,7 +172,10 @@ def run(num_upgrades, num_streams, seed=1, loop="asyncio", report=lambda line: N
             for number in range(num_upgrades):
                 begun = time.monotonic()
                 server.start()
-                report(f"upgrade {number + 1}: {time.monotonic() - begun:.1f} s")
+                answers = sum(len(client.texts) for client in clients)
+                failed = sum(len(client.problems) for client in clients)
+                seconds = time.monotonic() - begun
+                report(f"upgrade {number + 1}: {seconds:.1f} s, {answers} answers, {failed} failed")
             for client in clients:
                 client.is_stopped = True
             for client in clients:

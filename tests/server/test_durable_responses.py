@@ -160,3 +160,41 @@ async def test_seed_is_kept_with_the_request(life, disk):
         request = client.service.journal._segments.streams[name].admitted.request
     saved = msgspec.msgpack.decode(request)
     assert isinstance(msgspec.json.decode(saved["body"])["seed"], int)
+
+
+async def test_shutdown_does_not_cancel_for_readers(life):
+    body = {**SAMPLED, "max_output_tokens": 200}
+    async with life() as client:
+        content = msgspec.json.encode(body)
+        headers = [("content-type", "application/json")]
+        async with client.stream("POST", PATH, content, headers) as call:
+            await until(lambda: call.num_chunks > 4)
+            (name,) = client.service.responses._logs
+            client.service.drain()
+            client.service.background.cancel(name)
+            await call.is_over.wait()
+        assert b"response.in_progress" in call.answer.body
+        assert b"response.cancelled" not in call.answer.body
+    async with life() as client:
+        assert (await ended(client, name))["status"] == "incomplete"
+
+
+async def test_server_that_was_taken_over_keeps_no_answer(life):
+    body = {**GREEDY, "stream": False, "background": False}
+    async with life() as client:
+        client.service.is_leaving = True
+        await client.service.journal.lend()
+        assert client.service.journal.give() == []
+        plain = await client.post(PATH, body)
+        assert (plain.status, plain.headers["connection"]) == (200, "close")
+        asked = await client.post(PATH, body, [("idempotency-key", "a")])
+        listed = await client.get("/v1/streams")
+        polled = await client.get(f"{PATH}/resp_1")
+        for answer, code in (
+            (asked, "journal_unavailable"),
+            (listed, "draining"),
+            (polled, "draining"),
+        ):
+            assert (answer.status, answer.error["code"]) == (503, code)
+            assert answer.headers["connection"] == "close"
+            assert "retry-after" in answer.headers
