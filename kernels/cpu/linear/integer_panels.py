@@ -121,10 +121,15 @@ class BytePanel:
         words = [here.load(), here.load(LANES)]
         # Input 2j is byte j // 2 of word j % 2, and the next input is two bytes further.
         places = [(j % 2, 8 * (j // 2)) for j in range(STEP)]
-        return [
-            code.pack_bf16(*(code.to_f32x16(words[w] << 24 - b >> 24) for b in (first, first + 16)))
-            for w, first in places
-        ]
+        pairs: list[Value] = []
+        for w, first in places:
+            low, high = (
+                code.as_i32x16(code.to_f32x16(words[w] << 24 - b >> 24))
+                for b in (first, first + 16)
+            )
+            # Integers of eight bits are exact in bfloat16, so the lower halves are zero.
+            pairs.append((low >> 16 & 0xFFFF) | high)
+        return pairs
 
 
 PackedPanel = NibblePanel | BytePanel
