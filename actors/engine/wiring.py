@@ -434,7 +434,8 @@ async def _load(
         tokenizer = await threads.run(Tokenizer.load, folder)
         if config.media is not None:
             images = await threads.run(MediaPreprocessor, config.media, tokenizer)
-            await threads.run(images.warm)
+            if config.media.in_process:
+                await threads.run(images.warm)
 
     infos: list[DeviceInfo] = []
 
@@ -447,6 +448,9 @@ async def _load(
         for replica, executor in enumerate(executors[1:], 1):
             loading.start_soon(load_device, executor, f"executor {replica}")
         await load_device(executors[0], "executor")
+    if images is not None and config.media is not None and not config.media.in_process:
+        # Not while the device imports transformers: two threads that import it at once may fail.
+        await threads.run(images.warm)
     # A request may move to any replica, so each offers the blocks that all have.
     info = min(infos, key=lambda info: info.num_blocks)
     # All but the null block.

@@ -3,6 +3,8 @@
 import base64
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from tests.server.client import Client
 from tests.support.image_payloads import saved
 from tests.support.vision import TOWER, picture, tokenizer
 from trouper import LLM, AsyncLLMEngine, EngineArgs
+from trouper.actors.executor.runners.cpu import two_towers as runner
+from trouper.actors.rendering.media.items import MediaInThread
 from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.frontends.server.asgi.app import create_app
@@ -186,3 +190,47 @@ async def test_embeddings_route_takes_both(towers):
         assert answer.json["results"][0]["index"] == 1
         answer = await client.post("/v1/embeddings", chat(part, WORDS))
         assert (answer.status, answer.json["error"]["param"]) == (400, "messages[0].content[0]")
+
+
+@pytest.mark.slow
+def test_commands_embed_and_score_files(tmp_path):
+    towers = Towers("clip", tmp_path)
+    image, broken, out = tmp_path / "a.png", tmp_path / "b.png", tmp_path / "out.jsonl"
+    image.write_bytes(saved(PICTURES[0]))
+    broken.write_bytes(b"no image")
+
+    def run(*given):
+        options = ["-m", towers.folder, "--dtype", "float32", "--media-processor", "thread"]
+        line = [sys.executable, "-m", "trouper", *given, "--image", str(image), "-o", str(out)]
+        code = subprocess.run([*line, *options], check=False).returncode
+        return code, [json.loads(each) for each in out.read_text().splitlines()]
+
+    code, (first, third, second) = run("embed", TEXTS[0], "--image", str(broken))
+    assert code == 1
+    assert torch.allclose(torch.tensor(first["embed"]), towers.text(TEXTS[0]), atol=1e-5)
+    assert torch.allclose(torch.tensor(second["embed"]), towers.image(PICTURES[0]), atol=1e-5)
+    assert (second["text"], third["text"]) == (str(image), str(broken))
+    assert "cannot be read" in third["error"]
+    out.unlink()
+    code, records = run("score", TEXTS[0], TEXTS[1])
+    question = towers.text(TEXTS[0])
+    wanted = [float(question @ towers.text(TEXTS[1])), float(question @ towers.image(PICTURES[0]))]
+    assert [each["score"] for each in records] == pytest.approx(wanted, abs=1e-5)
+    assert code == 0
+
+
+def test_threads_do_not_import_the_library_together(towers, monkeypatch):
+    calls = []
+
+    def noting(name, function):
+        def call(*args):
+            found = function(*args)
+            calls.append(name)
+            return found
+
+        return call
+
+    monkeypatch.setattr(runner, "load_whole", noting("weights", runner.load_whole))
+    monkeypatch.setattr(MediaInThread, "warm", noting("processor", MediaInThread.warm))
+    with LLM(model=towers.folder, dtype="float32", media_processor="thread"):
+        assert calls == ["weights", "processor"]

@@ -62,6 +62,13 @@ def media_files(paths: Sequence[Path] | None, option: str = "--image") -> tuple[
     return tuple(found)
 
 
+def checked_images(paths: Sequence[Path] | None) -> Sequence[Path]:
+    """Check that files of images can be read; raises typer.BadParameter.  Their contents are read later, one at a time."""
+    for path in paths or ():
+        media_files([path])
+    return paths or ()
+
+
 def image_url(data: bytes) -> str:
     """Return a file as a URL.  Its type comes from its first bytes, because some servers read only known types."""
     kind = next((kind for begin, kind in IMAGE_TYPES.items() if data.startswith(begin)), "webp")

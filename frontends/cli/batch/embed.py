@@ -5,6 +5,7 @@ Each text or pair becomes one record with its embedding, classes or score, in or
 
 import sys
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import anyio
@@ -15,7 +16,9 @@ from trouper.errors import TrouperValidationError
 from trouper.frontends.cli import output
 from trouper.frontends.cli.arguments.misplaced import check_pools, check_texts
 from trouper.frontends.cli.arguments.options import expand_options
+from trouper.frontends.cli.arguments.values import ImageOption, checked_images, media_files
 from trouper.frontends.cli.batch.prompt_run import (
+    IMAGE_WINDOW,
     BulkRun,
     Outcomes,
     Reading,
@@ -39,7 +42,7 @@ if TYPE_CHECKING:
 
     from trouper.actors.engine.generation import Generation
     from trouper.frontends.python.async_engine import AsyncLLMEngine
-    from trouper.frontends.python.scoring import Scorer
+    from trouper.frontends.python.scoring import Scorer, Side
     from trouper.outputs import PoolingOutput, PoolingRequestOutput
 
 KINDS = {
@@ -78,6 +81,7 @@ def embed(
         int | None, typer.Option(help="Truncate embeddings to this many dimensions.")
     ] = None,
     truncate_prompt_tokens: Truncate = None,
+    image: ImageOption = None,
     output_file: OutputFileOption = None,
     stats: Stats = None,
     *,
@@ -86,7 +90,7 @@ def embed(
 ) -> None:
     """Embed one or more texts, or classify them (--task classify).
 
-    Without TEXT, all of stdin is one text. A failed text is reported, and the others continue. A model that
+    Without TEXT, all of stdin is one text. With --image, each image is embedded, too. A failed text is reported, and the others continue. A model that
     generates text needs --runner pooling.
     """
     columns: Columns = {
@@ -95,7 +99,7 @@ def embed(
     check_texts(texts, engine_args.model, "embed", "TEXT")
     check_output(output_file, columns, source.prompt_file)
     params = PoolingParams(task=task, dimensions=dimensions)
-    with PromptSource(texts, source, "TEXT") as given:
+    with PromptSource(texts, source, "TEXT", checked_images(image)) as given:
         outcomes = Outcomes("texts", is_single=given.is_single, too_long=TOO_LONG)
         config = resolve_offline(engine_args)
         check_pools(config)
@@ -117,6 +121,7 @@ def score(
         ),
     ] = None,
     truncate_prompt_tokens: Truncate = None,
+    image: ImageOption = None,
     output_file: OutputFileOption = None,
     stats: Stats = None,
     *,
@@ -125,13 +130,13 @@ def score(
 ) -> None:
     """Score how well each document fits the query.
 
-    Without DOCUMENT the whole of stdin is one document.  A failing document reports its error; the rest continue.
+    Without DOCUMENT the whole of stdin is one document. With --image, each image is a document, too.  A failing document reports its error; the rest continue.
     """
     check_texts([query, *(documents or ())], engine_args.model, "score", "QUERY and DOCUMENT")
     check_output(output_file, SCORE_COLUMNS, source.prompt_file)
     if not query.strip():
         raise TrouperValidationError("must not be empty", parameter="query")
-    with PromptSource(documents, source, "DOCUMENT") as given:
+    with PromptSource(documents, source, "DOCUMENT", checked_images(image)) as given:
         outcomes = Outcomes("documents", is_single=given.is_single, too_long=TOO_LONG)
         config = resolve_offline(engine_args)
         check_pools(config)
@@ -160,8 +165,11 @@ class _Embedding:
         self._outcomes = outcomes
 
     async def run_all(self, engine: "AsyncLLMEngine", _: Interrupts) -> None:
-        def open_one(text: str) -> "Generation[PoolingRequestOutput[PoolingOutput]]":
-            return engine.encode(text, self._params, tokenization_kwargs=self._options)
+        def open_one(prompt: Prompt) -> "Generation[PoolingRequestOutput[PoolingOutput]]":
+            asked: Any = prompt.text
+            if prompt.image is not None:
+                asked = {"messages": [{"role": "user", "content": _parts(prompt.image)}]}
+            return engine.encode(asked, self._params, tokenization_kwargs=self._options)
 
         self._outcomes.begin()
         with output.progress(_total(self._texts), "texts") as bar:
@@ -219,7 +227,7 @@ class _Scoring:
         async for prompt in Reading(self._documents):
             num_read += 1
             group.append(prompt)
-            if len(group) == AT_ONCE:
+            if len(group) == (IMAGE_WINDOW if self._documents.images else AT_ONCE):
                 await self._score(engine, group, bar)
                 group = []
         # The number of prompts in a pipe is known only now.
@@ -232,7 +240,7 @@ class _Scoring:
         if all(prompt.text is not None for prompt in group):
             try:
                 results = await self._scorer(engine, len(group)).score(
-                    [self._query] * len(group), [prompt.text or "" for prompt in group]
+                    [self._query] * len(group), [_side(prompt) for prompt in group]
                 )
             except Exception as error:
                 if len(group) == 1 or not is_about_text(error):
@@ -273,6 +281,18 @@ class _Scoring:
         message = self._outcomes.fail(prompt, error)
         found = {"query": self._query, "document": prompt.text, "error": message}
         self._file.write({**prompt.place(), **found})
+
+
+def _side(prompt: Prompt) -> "Side":
+    from trouper.frontends.python.scoring import MixedContent
+
+    return (prompt.text or "") if prompt.image is None else MixedContent(_parts(prompt.image))
+
+
+def _parts(path: Path) -> list[dict[str, Any]]:
+    """Read an image and return the parts of a message with it."""
+    (data,) = media_files([path])
+    return [{"type": "image", "image": data}]
 
 
 def _total(prompts: PromptSource) -> int | None:

@@ -161,11 +161,11 @@ class _Completing:
             run = BulkRun(self._prompts, open_one, finish, self._note_failure)
             await run.answer_all(engine, bar)
 
-    def _open_one(self, engine: "AsyncLLMEngine", text: str) -> "Generation[RequestOutput]":
+    def _open_one(self, engine: "AsyncLLMEngine", asked: Prompt) -> "Generation[RequestOutput]":
         number = str(next(self._numbers))
-        prompt: Any = text
+        prompt: Any = asked.text
         if self._media:
-            prompt = {"prompt": text, "multi_modal_data": self._media}
+            prompt = {"prompt": asked.text, "multi_modal_data": self._media}
         return engine.generate(prompt, self._params, number, lora_request=self._adapter)
 
     async def _finish(

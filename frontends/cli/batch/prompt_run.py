@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from trouper.frontends.python.async_engine import AsyncLLMEngine
 
 # Prompts open at a time (or twice max_num_seqs, if that is more); finished results wait for earlier ones.
+# Images of one moment: 16 files of at most 24 MiB and their arrays.
+IMAGE_WINDOW = 16
 WINDOW = 1024
 # Later errors are only counted.
 MAX_SHOWN = 10
@@ -41,7 +43,7 @@ TICK_S = 0.25
 # Parameters of errors that concern one text.  Other errors concern the options, and would occur for every text.
 ABOUT_TEXTS = ("prompt", "text", "input", "messages", "document")
 Item = tuple[Prompt, "Generation[Any] | Exception"]
-Open = Callable[[str], "Generation[Any]"]
+Open = Callable[[Prompt], "Generation[Any]"]
 Finish = Callable[[Prompt, "Generation[Any]"], Awaitable[None]]
 
 
@@ -140,7 +142,7 @@ class BulkRun:
         """Prepare a run; `answer_all` starts it.
 
         Args:
-            open_one: creates the request of a text.
+            open_one: creates the request of a prompt.
             finish: reads a request to its end and delivers its results.
             note_failure: records the error of a failed prompt, in the order of the prompts.
         """
@@ -157,6 +159,8 @@ class BulkRun:
         """
         error: Exception | None = None
         window = max(WINDOW, 2 * engine.config.scheduler.max_num_seqs)
+        if self._prompts.images:
+            window = IMAGE_WINDOW
         # One more is in the hands of the writer.
         send, receive = anyio.create_memory_object_stream[Item](window - 1)
         try:
@@ -189,7 +193,7 @@ class BulkRun:
         if prompt.text is None:
             return TrouperValidationError(prompt.error or "no text")
         try:
-            generation = self._open_one(prompt.text)
+            generation = self._open_one(prompt)
             self._opened.add(generation)
             await generation.prepare()
             generation.open()

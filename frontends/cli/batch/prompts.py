@@ -13,7 +13,7 @@ import re
 import stat
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -83,6 +83,8 @@ class Prompt(NamedTuple):
     line: int | None = None
     text: str | None = None
     error: str | None = None
+    # The file of an image; the text is then its path.
+    image: Path | None = None
 
     def place(self) -> dict[str, Any]:
         """Return the number of the line as a field of the record; empty for arguments."""
@@ -92,12 +94,19 @@ class Prompt(NamedTuple):
 class PromptSource:
     """The prompts of a command: iterate over them once, inside a `with` block that opens and closes the file."""
 
-    def __init__(self, texts: list[str] | None, options: PromptFileOptions, what: str) -> None:
+    def __init__(
+        self,
+        texts: list[str] | None,
+        options: PromptFileOptions,
+        what: str,
+        images: Sequence[Path] = (),
+    ) -> None:
         """Check the arguments; without arguments and file, read all of stdin as one prompt.
 
         Args:
             texts: prompts given as arguments.
             what: name of the argument, for errors.
+            images: files to embed as well, behind the texts.
 
         Raises:
             typer.BadParameter: there is no prompt, or an option does not apply to the file.
@@ -105,10 +114,10 @@ class PromptSource:
         """
         self._stack = ExitStack()
         self._options = options
-        self._texts = list(texts or ())
+        self._texts, self.images = list(texts or ()), tuple(images)
         if options.prompt_file is None:
             self._refuse_file_options()
-            if not self._texts:
+            if not self._texts and not images:
                 self._texts = [_whole_stdin(what)]
         else:
             # Raises an error for unsuitable options.
@@ -170,7 +179,7 @@ class PromptSource:
         if self.is_pipe:
             return None
         if name is None:
-            return len(self._texts)
+            return len(self._texts) + len(self.images)
         with ExitStack() as stack:
             file = stack.enter_context(_opened(name))
             return sum(1 for _ in self._read(file))
@@ -194,6 +203,8 @@ class PromptSource:
             format, column = input_format(self._options), self._options.column
             for number, text, error in READERS[format](bounded_lines(file), column):
                 yield _checked(Prompt(f"line {number}", number, text, error))
+        for path in self.images:
+            yield Prompt(f"image {path}", None, str(path), image=path)
 
 
 # The number of a line, and its text or its error.

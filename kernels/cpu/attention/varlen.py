@@ -126,7 +126,7 @@ def varlen_attention(
 
 
 def attend_both_ways(q_BLND: Tensor, k_BLND: Tensor, v_BLND: Tensor, scale: float) -> Tensor:
-    """Return the attention [B, L, N, D] of sequences of one length, whose queries, keys and values are separate tensors.
+    """Return the attention [B, L, N, D] of sequences of one length, from separate queries, keys and values.
 
     The layout is that of a vision tower's projections, which need not be joined.  `is_native` must accept the width.
     """
@@ -137,7 +137,7 @@ def attend_both_ways(q_BLND: Tensor, k_BLND: Tensor, v_BLND: Tensor, scale: floa
 
 
 def _rows_of(x_BLND: Tensor) -> Tensor:
-    """Return the heads of all tokens [T, N, D], each token's in one piece of memory."""
+    """Return the heads of all tokens [T, N, D], those of a token adjacent in memory."""
     num, length, num_heads, width = x_BLND.shape
     strides = x_BLND.stride()
     is_dense = strides[2:] == (width, 1) and (num == 1 or strides[0] == length * strides[1])
