@@ -220,14 +220,16 @@ class TierThread:
 
     def _serve(self) -> None:
         while (work := self._next()) is not None:
-            order, generation = work
-            began_s, num_done = time.monotonic(), 0
-            try:
-                num_done = self._perform(order, generation)
-            # The disk is no reason to end a device.
-            except Exception as error:
-                self._note_refusal("io" if isinstance(error, OSError) else "error", error)
-            self._say(order.number, num_done, time.monotonic() - began_s)
+            self._handle(*work)
+
+    def _handle(self, order: TierOrder, generation: int) -> None:
+        began_s, num_done = time.monotonic(), 0
+        try:
+            num_done = self._perform(order, generation)
+        # The disk is no reason to end a device.
+        except Exception as error:
+            self._note_refusal("io" if isinstance(error, OSError) else "error", error)
+        self._say(order.number, num_done, time.monotonic() - began_s)
 
     def _next(self) -> tuple[TierOrder, int] | None:
         """Wait for the next order.  An order without a number looks for files of others, or opens the folder."""
