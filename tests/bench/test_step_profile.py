@@ -9,11 +9,17 @@ from trouper.config.model import DEMO_MODEL
 
 
 @pytest.mark.slow
-def test_every_kernel_of_a_step_is_counted():
+@pytest.mark.parametrize("num_drafts", [0, 4])
+def test_every_kernel_of_a_step_is_counted(num_drafts):
     given = argparse.Namespace(
-        model=str(DEMO_MODEL), dtype="bfloat16", quantization="int4", batch_size=1
+        model=str(DEMO_MODEL),
+        dtype="bfloat16",
+        quantization="int4",
+        batch_size=1,
+        num_drafts=num_drafts,
     )
     found = measure(given)
+    assert ("over_plain" in found) is (num_drafts > 0)
     names = list(found["kernels"])
     assert any("matmul_int4" in name for name in names)
     assert any(name.startswith("sample_rows") for name in names)

@@ -1,9 +1,13 @@
 """Divide the time of a replayed decode step by kernel, and compare its products with the rate of memory.
 
-    python -m trouper.bench.studies.models.step_profile MODEL [--quantization int4] [--batch-size 1] [--output FILE.json]
+    python -m trouper.bench.studies.models.step_profile MODEL [--quantization int4] [--batch-size 1] [--num-drafts 0]
+        [--output FILE.json]
 
 The counter of the processor is read after each command of the recorded step, so that the figures include the waits of
 threads for each other. Each is the median of many steps. The rate of memory is that of a sum in the same process.
+
+With `--num-drafts` a sequence repeats itself, and the figures are those of steps that verify this number of drafts. `over_plain`
+compares their replays with those of single tokens in the same run.
 """
 
 import argparse
@@ -14,7 +18,7 @@ import statistics
 import sys
 from collections import defaultdict
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -27,28 +31,42 @@ from trouper.kernels.codegen.recording import Recording
 from trouper.params import SamplingParams
 
 INPUT_LEN, OUTPUT_LEN, NUM_RUNS = 32, 64, 3
+# Tokens that a sequence with drafts repeats.
+PERIOD = 8
 # Bytes to sum for the rate of memory: more than any cache.
 READ_BYTES = 2**28
 
 
+class Replay(NamedTuple):
+    """A replayed step: when it began, and the seconds of each of its commands."""
+
+    began_s: float
+    recording: Recording[Any]
+    seconds: np.ndarray
+
+
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Return the µs of a step by kernel with the number of launches, and the rest of the step outside of kernels."""
-    steps: list[tuple[float, Recording[Any], np.ndarray]] = []
+    steps: list[Replay] = []
 
     def timed(recording: Recording[Any]) -> None:
-        steps.append((perf_counter(), recording, recording.timed_replay()))
+        steps.append(Replay(perf_counter(), recording, recording.timed_replay()))
 
-    options = {
+    options: dict[str, Any] = {
         "dtype": given.dtype,
         "quantization": given.quantization,
         "max_model_len": 512,
         "enable_prefix_caching": False,
     }
+    if given.num_drafts:
+        drafts = {"method": "ngram", "num_speculative_tokens": given.num_drafts}
+        options["speculative_config"] = drafts
+    period = PERIOD if given.num_drafts else INPUT_LEN
     with mock.patch.object(Recording, "replay", timed), LLM(given.model, **options) as llm:
         rng = random.Random(0)
         size = llm.llm_engine.model_config.vocab_size
         prompts: list[Any] = [
-            {"prompt_token_ids": rng.choices(range(3, size), k=INPUT_LEN)}
+            {"prompt_token_ids": rng.choices(range(3, size), k=period) * (INPUT_LEN // period)}
             for _ in range(given.batch_size)
         ]
         params = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True)
@@ -56,21 +74,26 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             # Only the last run is kept; the first ones record and warm up.
             steps.clear()
             llm.generate(prompts, params, use_tqdm=False)
-        # The step with the most launches also samples.
-        recording = max((recording for _, recording, _ in steps), key=lambda r: len(r.names))
+        recording = _sampling_step(steps, given.batch_size * (1 + given.num_drafts))
         names = recording.names
-    steps = [step for step in steps if step[1] is recording]
-    wholes = [after[0] - before[0] for before, after in itertools.pairwise(steps)]
-    outside = [whole - step[2].sum() for whole, step in zip(wholes, steps[:-1], strict=True)]
+    pairs = [pair for pair in itertools.pairwise(steps) if pair[0].recording is recording]
+    wholes = [after.began_s - step.began_s for step, after in pairs]
+    outside = [whole - step.seconds.sum() for whole, (step, _) in zip(wholes, pairs, strict=True)]
     kernels: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
-    medians = np.median(np.array([seconds for _, _, seconds in steps]), axis=0)
+    medians = np.median(_seconds(steps, recording), axis=0)
     for name, seconds in zip(names, medians.tolist(), strict=True):
         kernels[name][0] += 1
         kernels[name][1] += seconds
     roofs = measure_roofs(torch.float32, read_bytes=READ_BYTES, gemm=256)
+    ratios: dict[str, float] = {}
+    if given.num_drafts:
+        plain = _sampling_step(steps, given.batch_size)
+        both = (np.median(_seconds(steps, each).sum(axis=1)) for each in (recording, plain))
+        ratios["over_plain"] = round(float(next(both) / next(both)), 3)
     return {
         "step_us": round(1e6 * statistics.median(wholes), 1),
         "outside_us": round(1e6 * float(np.median(outside)), 1),
+        **ratios,
         "read_gb_s": round(roofs.bytes_s / 1e9, 1),
         "kernels": {
             name: {"launches": int(num), "us": round(1e6 * seconds, 1)}
@@ -79,12 +102,29 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _sampling_step(steps: list[Replay], num_rows: int) -> Recording[Any]:
+    """Return the recording of this number of rows with the most launches: it also samples.
+
+    Raises:
+        ValueError: no step had this number of rows.
+    """
+    found = [step.recording for step in steps if len(step.recording.result[0]) == num_rows]
+    if not found:
+        raise ValueError(f"no step of {num_rows} rows was replayed")
+    return max(found, key=lambda recording: len(recording.names))
+
+
+def _seconds(steps: list[Replay], recording: Recording[Any]) -> np.ndarray:
+    return np.array([step.seconds for step in steps if step.recording is recording])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization")
     parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--num-drafts", type=int, default=0)
     parser.add_argument("--output", help="a file for the report, in JSON")
     given = parser.parse_args()
     found = measure(given)
