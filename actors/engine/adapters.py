@@ -81,6 +81,8 @@ class Adapters:
         ] = {}  # by the caller's number, the least recently used first
         self._named: dict[int, _NamedAdapter] = {}  # by the same number
         self._slots: dict[int, _SlotUse] = {}  # unloaded ones that are in use too
+        # Of the files that were loaded last, by the same number; one for each known adapter.
+        self._digests: dict[int, bytes] = {}
         self._loading = anyio.Lock()
         self._turns = anyio.Lock()  # of the tasks that wait for a slot; it is fair
         self._freed = anyio.Event()  # one of the slots has become idle or free
@@ -101,6 +103,15 @@ class Adapters:
     @property
     def num_free_slots(self) -> int:
         return len(self._free)
+
+    def digest_of(self, request: LoRARequest) -> bytes:
+        """Return the digest of the files of a known adapter, which means the same in every process; empty for an unknown one.
+
+        An answer that goes on after a restart compares it with that of the adapter with which it began.
+        """
+        known = {each.lora_int_id for each in self.requests}
+        self._digests = {number: each for number, each in self._digests.items() if number in known}
+        return self._digests.get(request.lora_int_id, b"")
 
     def check(self, request: object) -> None:
         """Refuse what is no adapter request, or any where adapters are off.
@@ -144,6 +155,7 @@ class Adapters:
                 if self._slots.get(slot) is not loaded:
                     is_as_it_was = is_refused or not self._has_replicas
                     self._give_up(slot, victim, is_as_it_was=is_as_it_was)
+            self._digests[request.lora_int_id] = files.digest
             return True
 
     async def load_named(self, request: LoRARequest, root: str | None = None) -> None:

@@ -17,15 +17,15 @@ from .client import Client
 from .test_journal import MODEL
 
 
-def lives_on(engine, disk):
-    """`async with life() as client`: one server with a journal on `disk`."""
+def lives_on(engine, disk, **common):
+    """`async with life() as client`: one server with a journal on `disk`, and with the settings `common`."""
 
     @asynccontextmanager
     async def life(model=MODEL, *, max_bytes=2**24, kept=(), **settings):
         dice = random.Random(len(disk.files))
         segments = Segments(disk, model, lambda: dice.randbytes(16), max_bytes=max_bytes)
         segments.begin()
-        app = create_app(engine, ServerSettings(responses_store_bytes=2**20, **settings))
+        app = create_app(engine, ServerSettings(responses_store_bytes=2**20, **common, **settings))
         app.service.journal = Journal(segments, "off", retain_s=600, **dict(kept))
         client = Client(app)
         client.service = app.service

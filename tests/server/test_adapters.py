@@ -1,6 +1,7 @@
 """Adapters over HTTP: models of their own names, loaded and unloaded while the server runs."""
 
 import json
+import random
 import shutil
 
 import anyio
@@ -16,10 +17,13 @@ from trouper.frontends.server.shared.settings import ServerSettings
 
 from .client import Client
 from .conftest import SMALL
+from .lives import lives_on, until
+from .test_journal import SimulatedDisk
 
 pytestmark = pytest.mark.anyio
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 PATH = "/v1/completions"
+KEYED = [("content-type", "application/json"), ("idempotency-key", "one")]
 FIELDS = {"prompt": "def f(", "max_tokens": 8, "temperature": 0}
 
 
@@ -290,3 +294,44 @@ async def test_busy_adapters_queue_requests_but_refuse_loads(client, engine, wai
             answer = await client.post(LOAD, {"lora_name": "four", "lora_path": path})
             assert (answer.status, answer.error["param"]) == (status, "lora_path")
     assert found == [expected]
+
+
+@pytest.mark.parametrize("fields", [{"background": True, "stream": False}, {"stream": False}])
+async def test_changed_adapter_loses_a_durable_answer(engine, root, fields):
+    disk, path = SimulatedDisk(random.Random(0), full_rate=0, error_rate=0), "/v1/responses"
+    body = {"model": "four", "input": "hi", "max_output_tokens": 400, "ignore_eos": True, **fields}
+    life = lives_on(engine, disk, lora_root=str(root), is_dev_mode=True)
+
+    async def load(client, seed):
+        write_adapter(root / "four", random_tensors(seed=seed))
+        answer = await client.post(LOAD, {"lora_name": "four", "lora_path": "four"})
+        assert answer.status == 200
+
+    async def outcome(client):
+        if not fields.get("background"):
+            answer = await client.post(path, body, KEYED)
+            return answer.status, str(answer.json)
+        with anyio.fail_after(30):
+            while True:
+                (stream,) = (await client.get("/v1/streams")).json["data"]
+                found = (await client.get(f"{path}/{stream['id']}")).json
+                if found["status"] not in ("queued", "in_progress"):
+                    return 410 if found["status"] == "failed" else 200, str(found["error"])
+
+    async with life() as client:
+        await load(client, 4)
+        async with client.stream("POST", path, json.dumps(body).encode(), KEYED):
+            streams = client.service.journal._segments.streams
+            await until(lambda: [s for s in streams.values() if s.num_tokens > 2])
+    for seed, reason in ((None, "not loaded"), (5, "adapter has changed"), (4, None)):
+        for number in await engine.list_loras():
+            await engine.remove_lora(number)
+        if seed is not None:
+            write_adapter(root / "four", random_tensors(seed=seed))
+            await engine.add_lora(LoRARequest("four", 4, str(root / "four")))
+        async with life() as client:
+            status, text = await outcome(client)
+            assert status == (200 if reason is None else 410), text
+            assert reason is None or ("stream_lost" in text and reason in text)
+    for number in await engine.list_loras():
+        await engine.remove_lora(number)

@@ -198,3 +198,31 @@ async def test_server_that_was_taken_over_keeps_no_answer(life):
             assert (answer.status, answer.error["code"]) == (503, code)
             assert answer.headers["connection"] == "close"
             assert "retry-after" in answer.headers
+
+
+async def test_background_responses_with_one_key_run_once(life):
+    body, names = {**SAMPLED, "stream": False}, []
+    key = [("idempotency-key", "one")]
+
+    async def ask(client):
+        answer = await client.post(PATH, body, key)
+        assert answer.status == 200, answer.body
+        names.append(answer.json["id"])
+
+    async with life() as client:
+        async with anyio.create_task_group() as tasks:
+            for _ in range(4):
+                tasks.start_soon(ask, client)
+        assert len(set(names)) == 1
+        assert len(client.service.journal.streams) == 1
+
+
+async def test_refused_background_response_is_not_kept(life, monkeypatch):
+    async with life() as client:
+        monkeypatch.setattr(client.service.responses, "put", lambda *_: False)
+        key = [("idempotency-key", "one")]
+        assert (await client.post(PATH, GREEDY, key)).status == 503
+        monkeypatch.undo()
+        assert (await client.post(PATH, GREEDY, key)).status == 200
+    async with life() as client:
+        assert len(client.service.journal.streams) == 1

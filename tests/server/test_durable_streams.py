@@ -4,10 +4,13 @@ import json
 import random
 
 import anyio
+import msgspec
 import pytest
 
+from trouper.frontends.server.durable.segments import Segments
+
 from .lives import lives_on, until
-from .test_journal import SimulatedDisk
+from .test_journal import MODEL, SimulatedDisk
 
 pytestmark = pytest.mark.anyio
 SAMPLED = {"stream": True, "temperature": 0.9, "ignore_eos": True}
@@ -299,3 +302,51 @@ async def test_durable_response_keeps_its_conversation(life):
     async with life() as client:
         had += await rest(client, path, body, had)
         assert had == await rest(client, path, body, b"")
+
+
+async def test_changed_default_loses_a_stream(life, engine, monkeypatch):
+    path, body = case("chats", temperature=None)
+    async with life() as client:
+        had = await begin(client, path, body, 3)
+    with monkeypatch.context() as changed:
+        changed.setitem(engine.config.model.default_sampling, "temperature", 0.1)
+        async with life() as client:
+            answer = await client.post(path, body, KEYED)
+            assert (answer.status, answer.error["code"]) == (410, "stream_lost")
+            assert "other parameters" in answer.error["message"]
+            assert client.service.journal.streams.num_lost == {"request": 1}
+    async with life() as client:
+        assert (await rest(client, path, body, b"")).startswith(had)
+
+
+async def test_changed_prompt_loses_a_stream(life, disk):
+    path, body = case("chats")
+    async with life() as client:
+        await begin(client, path, body, 3)
+    # As a template with the date does on the next day.
+    segments = Segments(disk, MODEL, lambda: bytes(16), max_bytes=2**24)
+    segments.begin()
+    (record,) = segments.streams.values()
+    record.tokens[0] = msgspec.structs.replace(record.tokens[0], prompt_token_ids=[1, 2])
+    segments.rotate()
+    segments.close()
+    async with life() as client:
+        answer = await client.post(path, body, KEYED)
+        assert b"its prompt has changed" in answer.body
+
+
+async def test_failing_journal_is_told(life, disk, monkeypatch):
+    path, body = case("chats", max_tokens=60)
+    async with life() as client:
+        content = json.dumps(body).encode()
+        head = [("content-type", "application/json"), *KEYED]
+        async with client.stream("POST", path, content, head) as call:
+            await call.wait_for(lambda: call.answer.body.count(b"\n\n") > 3)
+            disk.full_rate = 1.0
+            await call.wait_for(call.is_over.is_set)
+        assert call.answer.is_complete
+        assert b": not durable\n\n" in call.answer.body
+        again = await client.post(path, body, KEYED)
+        assert again.headers["x-durable"] == "no"
+        assert b": not durable\n\n" in again.body
+        assert (await client.post(path, body, [("idempotency-key", "two")])).status == 503

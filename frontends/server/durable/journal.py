@@ -34,6 +34,8 @@ STALL_S = 0.25
 ADMIT_S = 10.0
 # Seconds between two attempts to write after a failure.
 RETRY_S = 10.0
+# Seconds between two log lines about a slow disk.
+TELL_S = 60.0
 # Seconds between two searches for streams to remove.
 EXPIRY_S = 5.0
 
@@ -92,7 +94,7 @@ class Journal:
         self._outcome: tuple[int, OSError | None] | None = None
         # Whether the last write failed, and whether one takes too long at present.
         self._has_failed = self._is_behind = False
-        self._failed_s = 0.0
+        self._failed_s, self._told_s = 0.0, -TELL_S
         # Whether the folder is lent to a successor, and whether the successor keeps it.
         self._is_lent = self._is_given = False
         # The streams of earlier processes, until they are taken.
@@ -113,6 +115,11 @@ class Journal:
     def is_working(self) -> bool:
         """Whether records reach the folder at present."""
         return not (self._has_failed or self._is_behind)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last write failed."""
+        return self._has_failed
 
     @property
     def fingerprint(self) -> bytes:
@@ -260,7 +267,9 @@ class Journal:
         await anyio.sleep(max(0.0, batch.since + STALL_S - time.monotonic()))
         if batch.records:
             self._is_behind = True
-            logger.warning("the journal is behind: the disk takes more than %g s", STALL_S)
+            if time.monotonic() > self._told_s + TELL_S:
+                self._told_s = time.monotonic()
+                logger.warning("the journal is behind: the disk takes more than %g s", STALL_S)
             batch.released.set()
             self._pending.released.set()
 
@@ -269,7 +278,7 @@ class Journal:
         if error is not None and not self._has_failed:
             words = "the journal cannot be written, answers do not outlive the server: %s"
             logger.warning(words, error)
-        if error is None and (self._has_failed or self._is_behind):
+        if error is None and self._has_failed:
             logger.warning("the journal is written again")
         if self._is_behind:
             # Later records of the next batch wait for it again.

@@ -1,29 +1,23 @@
-"""Open the journal of a server at its start, and compare what decides about its answers with what did so in earlier servers."""
+"""Open the journal of a server at its start."""
 
 import hashlib
 import os
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
-
-import msgspec
 
 from trouper.actors.executor.workers.model_files import sample_model
 from trouper.actors.rendering.prompts.prompts import template_text
 from trouper.config.engine_config import EngineConfig
 from trouper.errors import invalid
 from trouper.frontends.server.durable.disk import FolderDisk
-from trouper.frontends.server.durable.frames import PART_BYTES
 from trouper.frontends.server.durable.journal import Journal
 from trouper.frontends.server.durable.segments import JournalError, Segments
-from trouper.frontends.server.shared.errors import HTTPError
+from trouper.frontends.server.durable.streams import digest_of
 from trouper.frontends.server.shared.settings import ServeSettings
 
 # Files of a model's folder that decide about token ids, and about the prompts of chats.
 TOKENIZER_FILES = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 TEMPLATE_FILES = "chat_template.jinja", "chat_template.json"
-# The parts of a fingerprint, for the reason of a lost stream.
-PARTS = ("weights", "configuration", "tokenizer", "chat template")
 
 
 def open_journal(settings: ServeSettings, config: EngineConfig) -> Journal | None:
@@ -83,39 +77,7 @@ def fingerprint(config: EngineConfig) -> bytes:
         _files(config, TOKENIZER_FILES),
         [template, *_files(config, TEMPLATE_FILES)],
     )
-    return b"".join(map(_digest, parts))
-
-
-def lost(reason: str) -> HTTPError:
-    """Make the error of a stream that cannot go on."""
-    return HTTPError(410, "stream_lost", f"stream_lost: {reason}, so this answer cannot go on")
-
-
-def lost_reason(then: bytes, now: bytes) -> str | None:
-    """Compare two fingerprints of models.  Returns what has changed, or None."""
-    if then == now:
-        return None
-    size = PART_BYTES
-    pairs = ((then[size * i : size * (i + 1)], now[size * i : size * (i + 1)]) for i in range(4))
-    changed = [name for name, (a, b) in zip(PARTS, pairs, strict=True) if a != b]
-    what = " and the ".join(changed)
-    return f"the {what} of the model {'have' if len(changed) > 1 else 'has'} changed"
-
-
-def adapter_digest(folder: str) -> bytes:
-    """Return the SHA-256 of an adapter's files.  It may take a second: call it from a thread."""
-    files = [path for path in sorted(Path(folder).iterdir()) if path.name.startswith("adapter_")]
-    stats = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return _files_digest(tuple(stats))
-
-
-@lru_cache(maxsize=64)  # one for each adapter in use
-def _files_digest(files: tuple[tuple[str, int, int], ...]) -> bytes:
-    found = hashlib.sha256()
-    for path, _, _ in files:
-        with open(path, "rb") as file:
-            found.update(hashlib.file_digest(file, "sha256").digest())
-    return found.digest()
+    return b"".join(map(digest_of, parts))
 
 
 def _files(config: EngineConfig, names: Sequence[str]) -> list[tuple[str, str]]:
@@ -126,8 +88,3 @@ def _files(config: EngineConfig, names: Sequence[str]) -> list[tuple[str, str]]:
         for file in files
         if file.is_file()
     ]
-
-
-def _digest(facts: object) -> bytes:
-    encoded = msgspec.json.encode(facts, order="deterministic", enc_hook=repr)
-    return hashlib.sha256(encoded).digest()[:PART_BYTES]

@@ -7,20 +7,29 @@ Laws.
    contains the tokens from which they are made again.
 """
 
+import hashlib
 import re
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Self
 
 import anyio
+import msgspec
 
+from trouper.frontends.dialects.answer_format import AnswerFormat
+from trouper.frontends.server.durable.frames import PART_BYTES
 from trouper.frontends.server.durable.records import StreamRecord
 from trouper.frontends.server.shared.errors import HTTPError
+from trouper.params import SamplingParams
 
 # The cursor behind the mark at the end of a stream.
 END = "end"
 CURSOR = re.compile(r"(\d{1,9}(?:\.\d{1,9})*)(?:-(\d{1,9}))?")
 MAX_CURSOR = 4096
+# In the text of an object; it differs in each process.
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+# The parts of a fingerprint, for the reason of a lost stream.
+PARTS = ("weights", "configuration", "tokenizer", "chat template")
 # An entry takes its frame with a header of 33 bytes, a tuple of 64, and a cursor with its numbers of about 150.
 ENTRY_BYTES = 256
 
@@ -264,10 +273,16 @@ class DurableStreams:
         if self._keys.get(place) is stream:
             del self._keys[place]
 
-    def remove(self, id: str) -> None:
-        """Forget the stream of an id, if there is one."""
-        if id in self._streams:
-            self.forget(self._streams[id])
+    def remove(self, id: str) -> DurableStream | None:
+        """Forget and return the stream of an id, if there is one."""
+        stream = self._streams.get(id)
+        if stream is not None:
+            self.forget(stream)
+        return stream
+
+    def count_lost(self, reason: str) -> None:
+        """Count a stream that cannot go on: its `model` or its `request` has changed."""
+        self.num_lost[reason] = self.num_lost.get(reason, 0) + 1
 
     def find(self, owner: bytes, id: str) -> DurableStream | None:
         """Return the stream of this id if it belongs to this owner."""
@@ -277,6 +292,11 @@ class DurableStreams:
     def repeated(self, owner: bytes, key: bytes) -> DurableStream | None:
         """Return the stream of an earlier request with this key."""
         return self._keys.get((owner, key))
+
+    def note_begin(self, id: str) -> None:
+        """Note that a background response is kept, and that its own store has it."""
+        if id in self._streams:
+            self._streams[id].begin(200, is_events=False)
 
     def note_end(self, id: str, at: float) -> None:
         """Note that a background response has ended."""
@@ -320,3 +340,38 @@ class DurableStreams:
             if stream.error is None and stream.attach is None:
                 num_bytes -= stream.num_bytes
                 stream.cool()
+
+
+def lost(reason: str) -> HTTPError:
+    """Make the error of a stream that cannot go on."""
+    return HTTPError(410, "stream_lost", f"stream_lost: {reason}, so this answer cannot go on")
+
+
+def lost_reason(then: bytes, now: bytes) -> str | None:
+    """Compare two fingerprints of models.  Returns what has changed, or None."""
+    if then == now:
+        return None
+    size = PART_BYTES
+    pairs = ((then[size * i : size * (i + 1)], now[size * i : size * (i + 1)]) for i in range(4))
+    changed = [name for name, (a, b) in zip(PARTS, pairs, strict=True) if a != b]
+    what = " and the ".join(changed)
+    return f"the {what} of the model {'have' if len(changed) > 1 else 'has'} changed"
+
+
+def answer_digest(params: SamplingParams, answers: AnswerFormat, max_model_len: int) -> bytes:
+    """Return a digest of what decides about one answer besides its model, its prompt and its adapter.
+
+    The server's own options give defaults for a request, so a later server may resolve the same body to something else.
+    """
+    tools = None if answers.tools is None else answers.tools.name
+    return digest_of((params, tools, answers.reasoning, max_model_len))
+
+
+def _text_of(value: object) -> str:
+    return ADDRESS.sub("", repr(value))
+
+
+def digest_of(facts: object) -> bytes:
+    """Return eight bytes of the SHA-256 of facts, which are the same in every process."""
+    encoded = msgspec.json.encode(facts, order="deterministic", enc_hook=_text_of)
+    return hashlib.sha256(encoded).digest()[:PART_BYTES]

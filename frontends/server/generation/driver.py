@@ -254,9 +254,8 @@ class Driver(Generic[A]):
 
         A disconnected client cancels the handler's task, and with it the requests in the engine.
         """
-        if self.on_start is not None:
-            await self.on_start()
         if self.parsed.is_stream:
+            await self._begin()
             await self._send_stream(on_complete)
         else:
             reply = await self.complete()
@@ -276,6 +275,7 @@ class Driver(Generic[A]):
 
         Parsing yields to other tasks between outputs, so a reply with many choices does not block the event loop.
         """
+        await self._begin()
         outputs = await self._final_outputs()
         with self._recorded():
             for i, output in enumerate(outputs):
@@ -284,6 +284,10 @@ class Driver(Generic[A]):
                 if i % ITEMS_PER_TURN == ITEMS_PER_TURN - 1:
                     await anyio.lowlevel.checkpoint()
         return self.adapter.reply(self._counter.usage)
+
+    async def _begin(self) -> None:
+        if self.on_start is not None:
+            await self.on_start()
 
     async def _final_outputs(self) -> list[RequestOutput]:
         service, context, parsed = self._service, self._context, self.parsed

@@ -18,9 +18,13 @@ import anyio.to_thread
 import msgspec
 
 from trouper.errors import EngineDeadError, TrouperNotFoundError
-from trouper.frontends.server.durable.opening import adapter_digest, lost, lost_reason
 from trouper.frontends.server.durable.records import Admitted, StreamRecord
-from trouper.frontends.server.durable.streams import DurableStream
+from trouper.frontends.server.durable.streams import (
+    DurableStream,
+    answer_digest,
+    lost,
+    lost_reason,
+)
 from trouper.frontends.server.generation.driver import Driver
 from trouper.frontends.server.generation.stream_readers import NO, YES, follow_stream
 from trouper.frontends.server.generation.token_keeper import TokenKeeper
@@ -37,7 +41,6 @@ from trouper.frontends.server.shared.errors import (
     unsupported,
 )
 from trouper.frontends.server.shared.keys import tenant_of
-from trouper.lora import LoRARequest
 from trouper.params import RequestOutputKind
 
 logger = logging.getLogger(__name__)
@@ -47,13 +50,24 @@ MAX_KEY = 255
 SEED_STEP = 2**32
 
 
+class SavedIdentity(msgspec.Struct, frozen=True):
+    """Digests by which a later server recognises that it would answer a request in another way.
+
+    Attributes:
+        adapter: the digest of the adapter's files; empty without one.
+        answer: the digest of the resolved parameters.
+    """
+
+    adapter: bytes = b""
+    answer: bytes = b""
+
+
 class SavedCall(msgspec.Struct, frozen=True):
     """The part of a request from which a later process can begin it again.
 
     Attributes:
         unique_id, request_id, created: the identity of the reply.
         pieces: the items of a response's conversation, which the body may only name.
-        adapter: the digest of the adapter's files; empty without one.
     """
 
     body: bytes
@@ -64,7 +78,7 @@ class SavedCall(msgspec.Struct, frozen=True):
     cache_scope: bytes
     timeout_s: float
     pieces: list[bytes] = []
-    adapter: bytes = b""
+    identity: SavedIdentity = SavedIdentity()
 
 
 class DurableRequest(msgspec.Struct, frozen=True):
@@ -152,10 +166,9 @@ async def _start_stream(
     # Another request with the same key may have come while this one was decoded.
     stream = _repeated(service, context, asked.key, asked.digest)
     handler = route.handler
-    if getattr(request, "background", None):
+    if stream is None and getattr(request, "background", None):
         # The API's own task answers it.
         context.repeat_key, context.repeat_digest = asked.key, asked.digest
-        context.repeated = None if stream is None else stream.id
         context.own_headers += (YES,)
         await handler(service, context, request)
         return
@@ -210,7 +223,7 @@ class StreamRun:
         self.created = saved.created
         self.request: Any = None
         self.handler = route.handler
-        self._adapter: LoRARequest | None = None
+        self._identity = SavedIdentity()
         self._is_given_up = False
         context.durable = self
         context.own_headers = ()
@@ -234,7 +247,7 @@ class StreamRun:
         if parsed.params.seed is None:
             parsed.params.seed, driver.seed_step = self._saved.seed, SEED_STEP
         self._stream.restart(parsed.num_choices)
-        self._adapter = parsed.options.lora_request
+        self._identity = identity_of(self._service, driver)
         driver.on_start = self._admit
         is_whole_with_scores = not parsed.is_stream and parsed.params.prompt_logprobs is not None
         if parsed.beams is None and not is_whole_with_scores:
@@ -273,6 +286,8 @@ class StreamRun:
             # The client may repeat the request, so its key must not be bound to this failure.  What is lost here, or refused for
             # now, may go on in a later process.
             is_kept = self._record is not None and describe(error).status in (410, 429, 503)
+            if is_kept and describe(error).status == 410:
+                self._journal.streams.count_lost("request")
             if not is_kept:
                 self._journal.streams.forget(stream)
             if stream.is_admitted and not (is_last or is_kept):
@@ -330,12 +345,10 @@ class StreamRun:
         Raises:
             HTTPError: the journal cannot be written, or has no room; or the adapter of a stream that goes on is another one.
         """
-        adapter = await self._adapter_digest()
         if self._record is not None:
-            if adapter != self._saved.adapter:
-                raise lost("its adapter has changed")
+            check_same(self._saved.identity, self._identity)
             return
-        self._saved = saved = msgspec.structs.replace(self._saved, adapter=adapter)
+        saved = self._saved = msgspec.structs.replace(self._saved, identity=self._identity)
         stream, journal = self._stream, self._journal
         record = Admitted(
             stream.id, stream.owner, msgspec.msgpack.encode(saved), stream.route, stream.key,
@@ -350,13 +363,6 @@ class StreamRun:
             is_written = await journal.admit(record)
         if not is_written:
             raise _no_journal()
-
-    async def _adapter_digest(self) -> bytes:
-        adapter = self._adapter
-        if adapter is None:
-            return b""
-        limiter = self._service.threads
-        return await anyio.to_thread.run_sync(adapter_digest, adapter.lora_path, limiter=limiter)
 
     async def _take(self, message: Message) -> None:
         """Keep what the handler sends: each event is one message."""
@@ -400,7 +406,7 @@ def _resume(service: Service, name: str, record: StreamRecord, route: Route | No
     stream.notes_end = ended is None
     reason = lost_reason(admitted.model, journal.fingerprint)
     if reason is not None:
-        journal.streams.num_lost["model"] = journal.streams.num_lost.get("model", 0) + 1
+        journal.streams.count_lost("model")
         stream.end(time.time(), lost(reason))
     elif ended is not None and ended.failure:
         code = clean(ended.failure.decode(errors="replace"), 64)
@@ -449,6 +455,27 @@ async def _receive_nothing() -> Message:
 
 async def _send_nothing(_: Message) -> None:
     pass
+
+
+def check_same(saved: SavedIdentity, now: SavedIdentity) -> None:
+    """Check that an answer can go on.
+
+    Raises:
+        HTTPError: its adapter or its parameters have changed.
+    """
+    if now.adapter != saved.adapter:
+        raise lost("its adapter has changed")
+    if saved.answer and now.answer != saved.answer:
+        raise lost("the server's options now give other parameters for it")
+
+
+def identity_of(service: Service, driver: Driver[Any]) -> SavedIdentity:
+    """Return the identity of a request, once its adapter is known and before it begins."""
+    parsed, adapter = driver.parsed, driver.parsed.options.lora_request
+    return SavedIdentity(
+        b"" if adapter is None else service.engine.adapters.digest_of(adapter),
+        answer_digest(parsed.params, service.answers, service.config.max_model_len),
+    )
 
 
 async def _digest(service: Service, path: str, body: bytes | memoryview) -> bytes:

@@ -11,7 +11,7 @@ from trouper.frontends.server.durable.streams import (
     cursor_invalid,
 )
 from trouper.frontends.server.http.body import ClientGone
-from trouper.frontends.server.http.context import RequestContext
+from trouper.frontends.server.http.context import Headers, RequestContext
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import HTTPError, clean, unsupported
 
@@ -38,13 +38,18 @@ async def follow_stream(
         ClientGone: this process ends before the answer.
     """
     if stream.attach is not None:
+        # Its own store has it once it is kept.
+        await stream.wait_head()
+        context.own_headers += _head(service, stream)
+        if not stream.status:
+            raise _failure(stream)
         await stream.attach(service, context)
         return
     with stream.read():
         if stream.is_cold:
             _make_again(service, stream)
         await stream.wait_head()
-        context.own_headers += (YES, (b"x-stream-id", stream.id.encode()), *stream.headers)
+        context.own_headers += (*_head(service, stream), *stream.headers)
         if not stream.status:
             raise _failure(stream)
         if not stream.is_events:
@@ -56,6 +61,13 @@ async def follow_stream(
             await context.send_body(body, status=stream.status)
             return
         await _send_events(service, context, stream, first)
+
+
+def _head(service: Service, stream: DurableStream) -> Headers:
+    """Return the headers of a durable answer, which also show whether the journal has it at present."""
+    journal = service.journal
+    is_kept = journal is not None and not journal.has_failed
+    return (YES if is_kept else NO, (b"x-stream-id", stream.id.encode()))
 
 
 async def _send_events(

@@ -15,6 +15,7 @@ from trouper.actors.output.detokenizer import TokenDecoder, open_text
 from trouper.actors.output.stops import TextState, VisibleStops
 from trouper.frontends.server.durable.journal import Journal
 from trouper.frontends.server.durable.records import StreamRecord, Tokens
+from trouper.frontends.server.durable.streams import lost
 from trouper.frontends.server.generation.adapter import ParsedRequest
 from trouper.outputs import CompletionOutput, RequestOutput
 
@@ -110,11 +111,14 @@ class TokenKeeper:
         # What the first process has found in its cache, by prompt.
         self._num_cached: dict[int, int | None] = {}
         self._firsts: dict[int, Tokens] = {}
+        # The prompts of the first process, which this one has not rendered yet.
+        self._prompts: dict[int, list[int]] = {}
         self.known: list[tuple[int, RequestOutput]] = []
         for tokens in [] if record is None or not self._is_kept else record.tokens:
             output = self._output_of(tokens)
             i = tokens.choice // self._n
             self._num_cached.setdefault(i, output.num_cached_tokens)
+            self._prompts.setdefault(i, output.prompt_token_ids)
             self.known += [(i, part) for part in self._split(i, output)]
 
     @property
@@ -134,7 +138,13 @@ class TokenKeeper:
                 self._note(i * self._n + completion.index, len(completion.token_ids))
 
     async def keep(self, i: int, output: RequestOutput) -> Sequence[RequestOutput]:
-        """Write an output of prompt `i`, and return it as one output for each token."""
+        """Write an output of prompt `i`, and return it as one output for each token.
+
+        Raises:
+            HTTPError: the answer goes on, and this process renders another prompt: a template may contain the date.
+        """
+        if self._prompts.pop(i, output.prompt_token_ids) != output.prompt_token_ids:
+            raise lost("its prompt has changed")
         if i in self._num_cached:
             output.num_cached_tokens = self._num_cached[i]
         records = [self._record_of(i, output, completion) for completion in output.outputs]

@@ -128,8 +128,6 @@ class RequestContext:
         self.durable: DurableAnswer | None = None
         # The digests of the `Idempotency-Key` and of the body, if both are to be kept.
         self.repeat_key = self.repeat_digest = b""
-        # The background response that this request repeats.
-        self.repeated: str | None = None
         self._query: bytes = scope.get("query_string", b"")
         self._raw_path: bytes = scope.get("raw_path") or path.encode(errors="replace")
         self._receive = receive

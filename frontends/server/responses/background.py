@@ -114,8 +114,11 @@ class BackgroundResponse:
         except Exception as error:
             end = {**self._response, "status": "failed", "error": self._describe(error)}
             self._failure = end
-            # After the engine's death the next process goes on.
-            self.notes_end &= not isinstance(error, EngineDeadError)
+            # After the engine's death the next process goes on, and one with the former adapter where this one cannot.
+            is_lost = describe(error).code == "stream_lost"
+            self.notes_end &= not (is_lost or isinstance(error, EngineDeadError))
+            if is_lost and self._service.journal is not None:
+                self._service.journal.streams.count_lost("request")
         finally:
             if not is_cut:
                 self._keep_end(end)

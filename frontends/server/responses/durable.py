@@ -11,11 +11,12 @@ from typing import Any
 import anyio
 import msgspec
 
+from trouper.errors import TrouperNotFoundError
 from trouper.frontends.server.durable.journal import Journal
-from trouper.frontends.server.durable.opening import lost, lost_reason
 from trouper.frontends.server.durable.records import Admitted, StreamRecord
-from trouper.frontends.server.durable.streams import DurableStream
+from trouper.frontends.server.durable.streams import DurableStream, lost, lost_reason
 from trouper.frontends.server.generation.driver import Driver, prepare
+from trouper.frontends.server.generation.durable import SavedIdentity, check_same, identity_of
 from trouper.frontends.server.generation.token_keeper import TokenKeeper
 from trouper.frontends.server.http.context import Message, RequestContext
 from trouper.frontends.server.responses.adapter import ResponsesAdapter
@@ -47,26 +48,50 @@ class SavedRequest(msgspec.Struct, frozen=True):
     created: int
     cache_scope: bytes
     timeout_s: float
+    identity: SavedIdentity = SavedIdentity()
 
 
 async def keep_request(
-    journal: Journal, context: RequestContext, turn: ResponsesTurn, created: int
-) -> None:
-    """Write a request to the journal, before its client receives an id.
+    service: Service,
+    context: RequestContext,
+    turn: ResponsesTurn,
+    driver: Driver[ResponsesAdapter],
+    created: int,
+) -> DurableStream | None:
+    """Write a request to the journal, before its client receives an id, and let the driver keep its tokens.
+
+    Returns the entry of an earlier request with the same key, if there is one; then nothing is written.
 
     Raises:
         HTTPError: the journal cannot be written, or has no room.
     """
+    journal = service.journal
+    assert journal is not None
     saved = SavedRequest(
         msgspec.json.encode(turn.body), list(turn.pieces), context.id, context.client_id, created,
-        context.cache_scope, context.timeout_s,
+        context.cache_scope, context.timeout_s, identity_of(service, driver),
     )  # fmt: skip
     stream = _listed(journal, f"resp_{context.id}", context.key_digest, context.repeat_key)
+    stream.digest = context.repeat_digest
     record = Admitted(
-        stream.id, stream.owner, msgspec.msgpack.encode(saved), "", stream.key,
-        context.repeat_digest, journal.fingerprint, stream.at,
+        stream.id, stream.owner, msgspec.msgpack.encode(saved), "", stream.key, stream.digest,
+        journal.fingerprint, stream.at,
     )  # fmt: skip
-    stream.digest = record.digest
+    earlier = journal.streams.repeated(stream.owner, stream.key) if stream.key else None
+    if earlier is not None:
+        return earlier
+    # Another request with the same key finds it from now on, and waits until it is kept.
+    journal.streams.add(stream)
+    try:
+        await _admit(journal, record)
+    except BaseException as error:
+        await forget_request(journal, stream.id, error)
+        raise
+    keep_tokens(service, driver, stream.id)
+    return None
+
+
+async def _admit(journal: Journal, record: Admitted) -> None:
     if not journal.has_room(len(record.request)):
         text = (
             "the journal has no room or cannot be written; try again later, or without background"
@@ -77,10 +102,16 @@ async def keep_request(
     with anyio.CancelScope(shield=True):
         is_written = await journal.admit(record)
     if not is_written:
-        # It may still be written, and must not go on then.
-        await journal.delete(stream.id)
         raise unavailable("journal_unavailable", "the journal cannot be written; try again later")
-    journal.streams.add(stream)
+
+
+async def forget_request(journal: Journal, id: str, error: BaseException) -> None:
+    """Forget a request that does not begin after all.  It may still be written, and must not go on in a later process."""
+    stream = journal.streams.remove(id)
+    if stream is not None:
+        failure = error if isinstance(error, Exception) else None
+        stream.end(time.time(), failure, is_cut=failure is None)
+    await journal.delete(id)
 
 
 def _listed(journal: Journal, name: str, owner: bytes, key: bytes) -> DurableStream:
@@ -138,29 +169,45 @@ def _resume(service: Service, name: str, record: StreamRecord) -> None:
         return
     context = _context(saved, tenant, record.admitted.owner)
     turn = kept_turn(msgspec.json.decode(saved.body, type=ResponsesRequest), saved.pieces)
-    assert service.journal is not None
-    stream = _listed(service.journal, name, record.admitted.owner, record.admitted.key)
+    journal = service.journal
+    assert journal is not None
+    stream = _listed(journal, name, record.admitted.owner, record.admitted.key)
     stream.digest, stream.at = record.admitted.digest, record.admitted.at
-    service.journal.streams.add(stream)
+    stream.begin(200, is_events=False)
+    journal.streams.add(stream)
     if record.ended is not None:
         stream.end(record.ended.at)
-    reason = lost_reason(record.admitted.model, service.journal.fingerprint)
+    reason = lost_reason(record.admitted.model, journal.fingerprint)
     with ExitStack() as resources:
-        driver = prepare(service, context, turn, ResponsesAdapter, saved.created)
+        absent: str | None = None
+        try:
+            driver = prepare(service, context, turn, ResponsesAdapter, saved.created)
+        except TrouperNotFoundError as error:
+            absent = f"its adapter is not loaded: {error}"
+            named = turn.body.model
+            turn = kept_turn(msgspec.structs.replace(turn.body, model=None), saved.pieces)
+            driver = prepare(service, context, turn, ResponsesAdapter, saved.created)
+            driver.adapter.response["model"] = named
         if record.ended is not None and record.ended.failure:
             _put_end(service, name, turn, tenant, msgspec.json.decode(record.ended.failure))
             return
-        if reason is not None:
-            error = {"code": "server_error", "message": str(lost(reason))}
+        if reason is not None or absent is not None:
+            journal.streams.count_lost("request" if reason is None else "model")
+            error = {"code": "server_error", "message": str(lost(reason or absent or ""))}
             end = {**driver.adapter.response, "status": "failed", "error": error}
             _put_end(service, name, turn, tenant, end)
             return
         context.ticket = resources.enter_context(service.enter(context))
+        driver.on_start = partial(_check_same, saved, identity_of(service, driver))
         keep_tokens(service, driver, name, record)
         response = BackgroundResponse(service, context, turn, driver)
         response.notes_end = record.ended is None
         response.queue()
         service.background.start(name, partial(response.perform, resources.pop_all()))
+
+
+async def _check_same(saved: SavedRequest, now: SavedIdentity) -> None:  # noqa: ASYNC124  # a driver awaits it
+    check_same(saved.identity, now)
 
 
 def _put_end(

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from trouper.errors import invalid
+from trouper.frontends.server.durable.streams import DurableStream
 from trouper.frontends.server.generation.driver import client_names, prepare
 from trouper.frontends.server.generation.stream_readers import follow_stream
 from trouper.frontends.server.http.context import RequestContext
@@ -19,11 +20,10 @@ from trouper.frontends.server.responses.background import (
     MAX_DIGITS,
     BackgroundResponse,
     follow,
-    wanted_event,
 )
 from trouper.frontends.server.responses.durable import (
+    forget_request,
     keep_request,
-    keep_tokens,
     kept_turn,
     with_seed,
 )
@@ -60,16 +60,15 @@ async def create_response(
 
     Tools that only OpenAI's servers can run are left out and listed in a header.
     """
-    if context.repeated is not None:
-        await _repeat(service, context, request)
-        return
     turn = await _recall(service, context, request)
     if left_out := turn.tools.left_out:
         context.own_headers += service.unknown.note(context.path, left_out, TOOLS)
     with client_names(partial(ResponsesAdapter.client_name, turn)):
         if request.background:
             queued = await _start(service, context, turn)
-            if request.stream:
+            if isinstance(queued, DurableStream):
+                await follow_stream(service, context, queued)
+            elif request.stream:
                 await follow(service, context, queued["id"])
             else:
                 await context.send_json(queued)
@@ -82,16 +81,6 @@ async def create_response(
             service.responses.put(response["id"], stored)
 
         await driver.answer(keep if turn.is_stored else None)
-
-
-async def _repeat(service: Service, context: RequestContext, request: ResponsesRequest) -> None:
-    """Answer a repeated request with the background response of the first one."""
-    assert context.repeated is not None
-    stored = find(service, context, context.repeated)
-    if request.stream:
-        await follow(service, context, context.repeated, wanted_event(context))
-    else:
-        await context.send_body(stored.body)
 
 
 async def _recall(
@@ -201,8 +190,12 @@ def _wanted_events(query: Mapping[str, Sequence[str]]) -> int | None:
     return int(after) + 1
 
 
-async def _start(service: Service, context: RequestContext, turn: ResponsesTurn) -> JSONObject:
+async def _start(
+    service: Service, context: RequestContext, turn: ResponsesTurn
+) -> JSONObject | DurableStream:
     """Start a background task for the request, and return the response so far.
+
+    Returns the stream of an earlier request with the same `Idempotency-Key`, if there is one.
 
     Raises:
         HTTPError: the server has no room for it.
@@ -223,11 +216,20 @@ async def _start(service: Service, context: RequestContext, turn: ResponsesTurn)
         created = int(time.time())
         driver = prepare(service, later, turn, ResponsesAdapter, created)
         if service.journal is not None:
-            await keep_request(service.journal, later, turn, created)
-            keep_tokens(service, driver, driver.adapter.response["id"])
-        response = BackgroundResponse(service, later, turn, driver)
-        queued = response.queue()
-        service.background.start(response.name, partial(response.perform, resources.pop_all()))
+            earlier = await keep_request(service, later, turn, driver, created)
+            if earlier is not None:
+                return earlier
+            context.own_headers += ((b"x-stream-id", driver.adapter.response["id"].encode()),)
+        try:
+            response = BackgroundResponse(service, later, turn, driver)
+            queued = response.queue()
+            service.background.start(response.name, partial(response.perform, resources.pop_all()))
+            if service.journal is not None:
+                service.journal.streams.note_begin(response.name)
+        except BaseException as error:
+            if service.journal is not None:
+                await forget_request(service.journal, driver.adapter.response["id"], error)
+            raise
         return queued
 
 
