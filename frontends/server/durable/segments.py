@@ -149,7 +149,10 @@ class Segments:
         Raises:
             JournalError: it has failed, and no new segment can be written.
         """
-        self._syncing = None
+        was_kept, self._syncing = self._syncing == file, None
+        if not was_kept:
+            # It was closed together with the segment.
+            return
         if file != self._file:
             self._close(file)
         elif error is not None:
