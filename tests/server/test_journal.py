@@ -512,7 +512,7 @@ async def test_stalled_disk_delays_no_token(stalled):
 
 
 @pytest.mark.trio
-async def test_tokens_wait_again_after_a_stall(stalled, disk):
+async def test_tokens_wait_again_after_a_stall(stalled, disk, monkeypatch):
     journal, go_on = stalled
     async with trio.open_nursery() as writers:
         await writers.start(journal.run_writer)

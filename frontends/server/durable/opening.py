@@ -80,6 +80,19 @@ def fingerprint(config: EngineConfig) -> bytes:
     return b"".join(map(digest_of, parts))
 
 
+def adapter_digest(folder: str) -> bytes:
+    """Return the SHA-256 of an adapter's files, before an engine has loaded it.
+
+    It may take a second: call it from a thread.  Raises OSError.
+    """
+    found = hashlib.sha256()
+    for path in sorted(Path(folder).iterdir()):
+        if path.name.startswith("adapter_"):
+            with path.open("rb") as file:
+                found.update(hashlib.file_digest(file, "sha256").digest())
+    return found.digest()
+
+
 def _files(config: EngineConfig, names: Sequence[str]) -> list[tuple[str, str]]:
     """Return the digests of those files that the model has."""
     files = [Path(config.tokenizer or config.model.path) / name for name in names]
