@@ -19,6 +19,9 @@ import threading
 import time
 from pathlib import Path
 
+from trouper.frontends.server.program.hand_over import Predecessor, describe_server
+from trouper.frontends.server.shared.settings import ServeSettings
+
 from .durable_kills import free_port
 
 # Seconds for a server to load beside another one under load, and for an answer.
@@ -63,6 +66,17 @@ class Upgraded:
                 process.send_signal(signal.SIGKILL)
             process.wait()
 
+    def refuse_to_take_over(self):
+        """Begin to take over, and end before it is done: the server goes on."""
+        settings = ServeSettings(
+            port=self.port, admin_uds=str(self.control), journal=str(self.folder / "j")
+        )
+        predecessor = Predecessor.ask(str(self.control), describe_server(settings))
+        predecessor.take(b"")
+        predecessor.close()
+        for copy in predecessor.sockets.values():
+            copy.close()
+
 
 class Client(threading.Thread):
     """Asks for answers until it is stopped.  It notes what goes wrong, and the texts."""
@@ -84,6 +98,7 @@ class Client(threading.Thread):
             except Exception as error:
                 self.problems.append(f"client {self.number}: {error!r}")
                 self.close()
+        self.close()
 
     def ask(self, which):
         """The text of one answer, over as many connections as it takes."""
@@ -166,7 +181,10 @@ def run(num_upgrades, num_streams, seed=1, loop="asyncio", report=lambda line: N
         clients = [Client(server.port, number, seed) for number in range(num_streams)]
         try:
             server.start()
-            expected = [Client(server.port, 0, seed).ask(which) for which in range(NUM_ANSWERS)]
+            server.refuse_to_take_over()
+            first = Client(server.port, 0, seed)
+            expected = [first.ask(which) for which in range(NUM_ANSWERS)]
+            first.close()
             for client in clients:
                 client.start()
             for number in range(num_upgrades):

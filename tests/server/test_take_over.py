@@ -69,6 +69,9 @@ class Server:
     def describe(self):
         return describe_server(self.settings)
 
+    def sockets(self):
+        return {each.option: each.sock for each in self.listeners.all}
+
     def stop_accepting(self):
         self.calls.append("stop")
 
@@ -96,7 +99,7 @@ class World:
         self.path = str(folder / "s")
         self.settings = ServeSettings(port=0, admin_uds=self.path)
         self.server, self.lines = Server(self.settings), []
-        self.listeners = OpenListeners({})
+        self.listeners = self.server.listeners = OpenListeners({})
         self.listeners.open(self.settings)
         self.port = self.listeners.public[0].sock.getsockname()[1]
         self.news = anyio.Event()

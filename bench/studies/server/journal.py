@@ -1,6 +1,6 @@
-"""Measure what `--journal` costs: servers with each policy answer the same streams in turn.
+"""Measure what `--journal` and `--record` cost: servers with each policy answer the same streams in turn.
 
-    python -m trouper.bench.studies.server.journal [--streams 32] [--tokens 200] [--rounds 7] [--model FOLDER] [--output FILE.json]
+    python -m trouper.bench.studies.server.journal [--policies record] [--streams 32] [--tokens 200] [--rounds 7] [--model FOLDER] [--output FILE.json]
 
 All servers run at the same time, and one has work at a time, so other work on the machine meets all of them.  A round sends the same
 requests to each server, in a changing order.  The ratios are medians over the rounds, each against the server without a journal in the
@@ -30,13 +30,15 @@ from trouper.bench.serve import (
     send_all,
 )
 
-POLICIES = "none", "off", "group", "step"
+# The last one is no journal, but a record of each request.
+POLICIES = "none", "off", "group", "step", "record"
 # Ids that are ordinary text in nearly every vocabulary.
 FIRST_ID, NUM_IDS = 300, 700
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What a journal costs.")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES[1:], default=POLICIES[1:])
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=200, help="Tokens of each stream.")
     parser.add_argument("--rounds", type=int, default=7)
@@ -56,7 +58,7 @@ def main() -> None:
         ]  # fmt: skip
         urls = {
             policy: _url(stack.enter_context(local_server(*arguments, *_journal(folder, policy))))
-            for policy in POLICIES
+            for policy in ("none", *options.policies)
         }
         results = anyio.run(_measure, urls, options.streams, options.tokens, options.rounds)
     print(f"{'journal':10}{'tokens/s':>10}{'ratio':>8}{'gap ms p50':>12}{'p99':>8}{'p99.9':>8}")
@@ -73,6 +75,8 @@ def _journal(folder: str, policy: str) -> list[str]:
     if policy == "none":
         return []
     place = str(Path(folder) / policy)
+    if policy == "record":
+        return ["--record", place, "--record-content"]
     return ["--journal", place, "--journal-sync", policy, "--durable-streams", "all"]
 
 

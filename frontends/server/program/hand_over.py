@@ -162,6 +162,10 @@ class RunningServer(Protocol):
         """Describe the server as it is now."""
         ...
 
+    def sockets(self) -> dict[str, socket.socket]:
+        """Return the listening sockets by the names of their options."""
+        ...
+
     def stop_accepting(self) -> None:
         """Leave new connections in the queue of the kernel."""
         ...
@@ -187,7 +191,7 @@ class HandOver:
     """The running server's side.
 
     Args:
-        listeners: those to pass.
+        listeners: whose files are left to the successor.
         offered: the socket at which successors ask.  It is passed, too.
     """
 
@@ -237,8 +241,7 @@ class HandOver:
             await channel.send(refusal)
             return
         self._report(f"process {asked.pid} (trouper {asked.program}) prepares to take over")
-        passed = {each.option: each.sock for each in self._listeners.all}
-        passed["take_over"] = self._offered
+        passed = {**self._server.sockets(), "take_over": self._offered}
         files = [sock.fileno() for sock in passed.values()]
         # If this server is stopped now, the successor accepts at the same files.
         self._listeners.owns_files = False

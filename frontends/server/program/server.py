@@ -364,6 +364,9 @@ class Server:
         names = [adapter.lora_name for adapter in self._service.adapters]
         return msgspec.structs.replace(self._offered[0], adapters=names)
 
+    def sockets(self) -> dict[str, socket.socket]:
+        return {listener.option: listener.sock for _, listener in self._accepting}
+
     def stop_accepting(self) -> None:
         # Their ends close the sockets, and they may have to be served again.
         copies = [(app, replace(each, sock=each.sock.dup())) for app, each in self._accepting]
