@@ -2,12 +2,17 @@
 
 import json
 import random
+from contextlib import contextmanager
 
 import anyio
 import msgspec
 import pytest
 
+from trouper.frontends.server.durable.journal import Journal
 from trouper.frontends.server.durable.segments import Segments
+from trouper.frontends.server.durable.streams import DurableStream, DurableStreams
+from trouper.frontends.server.generation.durable import StreamRun
+from trouper.frontends.server.generation.token_keeper import TokenKeeper
 
 from .lives import lives_on, until
 from .test_journal import MODEL, SimulatedDisk
@@ -350,3 +355,102 @@ async def test_failing_journal_is_told(life, disk, monkeypatch):
         assert again.headers["x-durable"] == "no"
         assert b": not durable\n\n" in again.body
         assert (await client.post(path, body, [("idempotency-key", "two")])).status == 503
+
+
+async def test_reader_keeps_an_answer(life):
+    path, body = case("chats", max_tokens=200)
+    async with life(kept={"grace_s": 0.0}) as client:
+        answer = await client.post(path, body, KEYED)
+        assert b"stream_expired" not in answer.body
+        (stream,) = client.service.journal.streams.of(b"")
+        with stream.read():
+            client.service.journal.streams.tidy(stream.ended_at + 10_000)
+            assert client.service.journal.streams.of(b"") == [stream]
+        client.service.journal.streams.tidy(stream.ended_at + 10_000)
+        assert client.service.journal.streams.of(b"") == []
+
+
+# Planted bugs, each with the test that must find it
+
+
+def owner_is_not_compared(patch):
+    patch.setattr(DurableStreams, "find", lambda self, _, id: self._streams.get(id))
+
+
+def body_is_not_compared(patch):
+    right = DurableStreams.repeated
+
+    def repeated(self, owner, key):
+        found = right(self, owner, key)
+        if found is not None:
+            found.digest = AnyDigest()
+        return found
+
+    patch.setattr(DurableStreams, "repeated", repeated)
+
+
+class AnyDigest:
+    def __eq__(self, other):
+        return True
+
+    __hash__ = None
+
+
+def cursor_counts_events(patch):
+    patch.setattr(DurableStream, "advance", lambda self, choice, num_tokens: None)
+
+
+def retention_forgets_a_reader(patch):
+    def tidy(self, now):
+        for stream in list(self._streams.values()):
+            self.forget(stream)
+
+    patch.setattr(DurableStreams, "tidy", tidy)
+
+
+def reader_does_not_stop_the_grace(patch):
+    @contextmanager
+    def read(self):
+        yield
+
+    patch.setattr(DurableStream, "read", read)
+
+
+def failing_journal_is_not_told(patch):
+    patch.setattr(Journal, "is_working", True)
+
+
+def seed_is_not_kept(patch):
+    right = StreamRun.attach
+
+    def attach(self, driver):
+        self._saved = msgspec.structs.replace(self._saved, seed=random.randrange(2**60))
+        right(self, driver)
+
+    patch.setattr(StreamRun, "attach", attach)
+
+
+def tokens_are_fed_twice(patch):
+    patch.setattr(TokenKeeper, "open_choices", lambda self: dict.fromkeys(self._ids, ()))
+
+
+PLANTED = [
+    (owner_is_not_compared, test_key_belongs_to_one_body_and_owner, {}),
+    (body_is_not_compared, test_key_belongs_to_one_body_and_owner, {}),
+    (cursor_counts_events, test_streams_are_listed_and_deleted, {}),
+    (retention_forgets_a_reader, test_reader_keeps_an_answer, {}),
+    (reader_does_not_stop_the_grace, test_reader_keeps_an_answer, {}),
+    (failing_journal_is_not_told, test_failing_journal_is_told, {"disk", "monkeypatch"}),
+    (seed_is_not_kept, test_lost_tail_is_sampled_again, {"disk"}),
+    (tokens_are_fed_twice, test_lost_tail_is_sampled_again, {"disk"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("bug", "find", "needs"), PLANTED, ids=lambda each: getattr(each, "__name__", "")
+)
+async def test_planted_bug_of_streams_is_found(life, disk, monkeypatch, bug, find, needs):
+    bug(monkeypatch)
+    fixtures = {"disk": disk, "monkeypatch": monkeypatch}
+    with pytest.raises((AssertionError, ExceptionGroup)):
+        await find(life, **{name: fixtures[name] for name in needs})
