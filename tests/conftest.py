@@ -1,5 +1,6 @@
 """One async runner per test: anyio for both backends, pytest-trio for trio alone."""
 
+import gc
 import inspect
 import os
 from pathlib import Path
@@ -98,3 +99,11 @@ def metaspace_tokenizer(make_folder):
     from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 
     return Tokenizer.load(make_folder("metaspace"))
+
+
+def pytest_collection_finish():
+    """Keep the tests themselves and all that they import away from the garbage collector.
+
+    They live until the end, and every full collection would visit their millions of objects.
+    """
+    gc.freeze()
