@@ -37,7 +37,7 @@ PERIOD = 8
 READ_BYTES = 2**28
 
 
-class Replay(NamedTuple):
+class TimedReplay(NamedTuple):
     """A replayed step: when it began, and the seconds of each of its commands."""
 
     began_s: float
@@ -47,10 +47,10 @@ class Replay(NamedTuple):
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Return the µs of a step by kernel with the number of launches, and the rest of the step outside of kernels."""
-    steps: list[Replay] = []
+    steps: list[TimedReplay] = []
 
     def timed(recording: Recording[Any]) -> None:
-        steps.append(Replay(perf_counter(), recording, recording.timed_replay()))
+        steps.append(TimedReplay(perf_counter(), recording, recording.timed_replay()))
 
     options: dict[str, Any] = {
         "dtype": given.dtype,
@@ -102,7 +102,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _sampling_step(steps: list[Replay], num_rows: int) -> Recording[Any]:
+def _sampling_step(steps: list[TimedReplay], num_rows: int) -> Recording[Any]:
     """Return the recording of this number of rows with the most launches: it also samples.
 
     Raises:
@@ -114,7 +114,7 @@ def _sampling_step(steps: list[Replay], num_rows: int) -> Recording[Any]:
     return max(found, key=lambda recording: len(recording.names))
 
 
-def _seconds(steps: list[Replay], recording: Recording[Any]) -> np.ndarray:
+def _seconds(steps: list[TimedReplay], recording: Recording[Any]) -> np.ndarray:
     return np.array([step.seconds for step in steps if step.recording is recording])
 
 
