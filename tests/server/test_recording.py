@@ -13,7 +13,7 @@ import trio
 from tests.support.adapters import write_adapter
 from trouper.actors.messages.requests import RequestOptions
 from trouper.frontends.server.durable.recording import (
-    AdapterFiles,
+    RecordedAdapter,
     RecordHead,
     RequestRecorder,
     digest,
@@ -90,7 +90,7 @@ async def test_record_names_parts_that_are_no_tokens(tmp_path):
 
 @pytest.mark.trio
 async def test_record_names_an_adapter_loaded_later(tmp_path):
-    head = msgspec.structs.replace(HEAD, adapters={"poet": AdapterFiles("/poet", "00")})
+    head = msgspec.structs.replace(HEAD, adapters={"poet": RecordedAdapter("/poet", "00")})
     recorder = RequestRecorder(tmp_path, head, 0)
     assert recorder.changes_of(LoRARequest("poet", 1, "/poet")) == []
     for later in (LoRARequest("poet", 2, "/other"), LoRARequest("bard", 1, "/poet")):

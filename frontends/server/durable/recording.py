@@ -95,7 +95,7 @@ class RequestRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     withheld: list[str] = []
 
 
-class AdapterFiles(msgspec.Struct, frozen=True):
+class RecordedAdapter(msgspec.Struct, frozen=True):
     """The folder of an adapter, and the digest of its files when the server started."""
 
     path: str
@@ -111,7 +111,7 @@ class RecordHead(msgspec.Struct, frozen=True, omit_defaults=True):
     fingerprint: str
     dtype: str
     options: dict[str, Any]
-    adapters: dict[str, AdapterFiles]
+    adapters: dict[str, RecordedAdapter]
     has_content: bool
     format: Literal["trouper-record"] = "trouper-record"
     version: Literal[2] = 2
@@ -361,12 +361,12 @@ def open_recorder(
         raise invalid("record", text, settings.record) from None
 
 
-def _files_of(adapter: LoRARequest) -> AdapterFiles:
+def _files_of(adapter: LoRARequest) -> RecordedAdapter:
     from trouper.frontends.server.durable.opening import adapter_digest
 
     path = os.path.abspath(adapter.lora_path)
     try:
-        return AdapterFiles(path, adapter_digest(path).hex())
+        return RecordedAdapter(path, adapter_digest(path).hex())
     except OSError as error:
         text = f"the adapter {adapter.lora_name} cannot be read: {error.strerror}"
         raise invalid("lora_modules", text, path) from None
