@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+import torch
 
 from trouper.actors.executor.models.families.registry import (
     READERS,
@@ -10,6 +11,7 @@ from trouper.actors.executor.models.families.registry import (
 )
 from trouper.actors.executor.models.parameters import layer_parameters, outer_parameters
 from trouper.actors.executor.models.traits import LayerTraits
+from trouper.actors.executor.weights.stacks import Stacks
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 BASE = {
@@ -289,3 +291,16 @@ def test_sparse_qwen2_windows_alternate():
         "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3,
     }  # fmt: skip
     assert windows_of(decoder_traits(config, "Qwen2MoeForCausalLM")) == [8, None, 8, None]
+
+
+@pytest.mark.parametrize("projection", ["gate_proj", "up_proj", "down_proj"])
+def test_experts_are_read_in_both_layouts(projection):
+    torch.manual_seed(0)
+    shape = (48, 64) if projection == "down_proj" else (64, 48)
+    part = Stacks(4, "qwen3_vl_moe").find(f"mlp.experts.2.{projection}.weight", shape)
+    whole = torch.randn(part.shape)
+    plain = part.stored_as(tuple(whole.shape)).of(whole)
+    turned = whole.transpose(1, 2).contiguous()
+    assert plain.shape == shape
+    assert plain.equal(part.stored_as(tuple(turned.shape)).of(turned))
+    assert part.stored_as((9, 9)) == part

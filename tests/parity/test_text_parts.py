@@ -95,6 +95,16 @@ CASES = {
              "num_position_embeddings": 16}},
         CpuRunner,
     ),
+    "qwen3-vl moe": (
+        "Qwen3VLMoe",
+        {"text_config": TEXT | {
+            "rope_parameters": QWEN_ROPE | {"mrope_section": [4, 2, 2]}, "num_experts": 6, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32},
+         "vision_config": QWEN_TOWER | {
+             "out_hidden_size": 64, "intermediate_size": 48, "deepstack_visual_indexes": [0],
+             "num_position_embeddings": 16}},
+        CpuRunner,
+    ),
     "qwen3.5 moe": (
         "Qwen3_5Moe",
         {"text_config": TEXT | {

@@ -29,7 +29,7 @@ TEMPLATE = (
 )
 FAMILIES = (
     "llava", "llava_next", "llava_onevision", "idefics3", "smolvlm", "internvl", "mistral3", "pixtral",
-    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe", "glm4v", "gemma3", "paligemma", "paligemma2",
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe", "glm4v", "gemma3", "paligemma", "paligemma2",
 )  # fmt: skip
 
 
@@ -163,6 +163,7 @@ def _qwen(kind: str) -> tuple[Any, Any, dict[str, Any], list[str], str]:
             "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1],
         },
     }  # fmt: skip
+    own["qwen3_vl_moe"] = own["qwen3_vl"]
     own["qwen3_5"] = own["qwen3_5_moe"] = {
         name: value for name, value in own["qwen3_vl"].items() if name != "deepstack_visual_indexes"
     }
@@ -178,12 +179,12 @@ def _qwen(kind: str) -> tuple[Any, Any, dict[str, Any], list[str], str]:
         }  # fmt: skip
     if kind.endswith("_moe"):
         recurrent |= {
-            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+            "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
             "shared_expert_intermediate_size": 64,
         }  # fmt: skip
     cls = {
         "qwen2_vl": t.Qwen2VLConfig, "qwen2_5_vl": t.Qwen2_5_VLConfig,
-        "qwen3_5": t.Qwen3_5Config, "qwen3_5_moe": t.Qwen3_5MoeConfig,
+        "qwen3_vl_moe": t.Qwen3VLMoeConfig, "qwen3_5": t.Qwen3_5Config, "qwen3_5_moe": t.Qwen3_5MoeConfig,
     }.get(kind, t.Qwen3VLConfig)  # fmt: skip
     # The last special tokens in the order of `names`, behind 256 bytes and three others.
     ids = dict(zip(("image", "video", "vision_start", "vision_end"), range(259, 263), strict=True))

@@ -78,6 +78,7 @@ FAMILIES = {
     "qwen2_vl": MediaFamily("Qwen2VLProcessor", _GRIDS, has_grids=True),
     "qwen2_5_vl": MediaFamily("Qwen2_5_VLProcessor", _GRIDS, has_grids=True),
     "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": _QWEN3,
     "glm4v": MediaFamily("Glm4vProcessor", _GRIDS, has_grids=True),
     "qwen3_5": _QWEN3,
     "qwen3_5_moe": _QWEN3,

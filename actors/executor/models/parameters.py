@@ -367,6 +367,7 @@ EXPERT_NAMES = {
     "mlp": ExpertNames(),
     "block_sparse_moe": ExpertNames("block_sparse_moe", projections=("w1", "w3", "w2")),
     "gpt_oss": ExpertNames(router="router"),
+    "qwen3_vl_moe": ExpertNames(),
     "granite_moe": ExpertNames("block_sparse_moe", router="router.layer"),
     "lfm2_moe": ExpertNames("feed_forward", projections=("w1", "w3", "w2")),
 }

@@ -194,7 +194,9 @@ class ExpertsTraits(msgspec.Struct, frozen=True, kw_only=True):
     # Whether experts and the router have biases.
     has_bias: bool = False
     # The naming scheme in the checkpoint.
-    names: Literal["mlp", "block_sparse_moe", "gpt_oss", "granite_moe", "lfm2_moe"] = "mlp"
+    names: Literal[
+        "mlp", "block_sparse_moe", "gpt_oss", "granite_moe", "lfm2_moe", "qwen3_vl_moe"
+    ] = "mlp"
 
 
 class DecoderTraits(msgspec.Struct, frozen=True, kw_only=True):

@@ -214,7 +214,9 @@ class Checkpoint:
         found = None if self._views is None else self._views.find(name, shape)
         if found is None or self._views is None or not self._views.is_optional:
             return found
-        return found if found.name in self else None
+        if found.name not in self:
+            return None
+        return found.stored_as(self._shape(found.name)) if found.may_be_turned else found
 
     def _expert(self, part: StackedPart, dtype: torch.dtype) -> IntegerWeight | None:
         """Read the integers of one expert from a tensor for all experts, or return None if it is plain."""

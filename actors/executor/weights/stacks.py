@@ -6,6 +6,7 @@
                  output_linear.weight [X, E, M]
     others       experts.gate_up_proj [X, 2 M, E]  the same, if the checkpoint has no tensors of single experts
                  experts.down_proj [X, E, M]
+    qwen3_vl_moe as others, or inputs by outputs; the shape of each tensor shows which
     gpt2         the matrices of the layers, inputs by outputs
 
 X experts, E hidden size, M width of an expert. A part has the name that it would have if each expert were stored separately.
@@ -37,6 +38,15 @@ class StackedPart(NamedTuple):
     expert: int | None
     rows: slice
     is_transposed: bool
+    # Whether the checkpoint may store the transpose instead.
+    may_be_turned: bool = False
+
+    def stored_as(self, shape: Shape) -> "StackedPart":
+        """Return the part of the transpose if the tensor is stored as that, and otherwise this part."""
+        turned = (*self.shape[:-2], *self.shape[:-3:-1])
+        if not self.may_be_turned or shape == self.shape or shape != turned:
+            return self
+        return self._replace(shape=turned, is_transposed=True)
 
     def of(self, whole: Tensor) -> Tensor:
         """Return the matrix [O, I], or the bias, as a view."""
@@ -103,7 +113,8 @@ class Stacks(NamedTuple):
             if self.style == "granite_moe":
                 stored = f"{module}.{'output' if is_down else 'input'}_linear.{kind}"
             whole = self.num_experts, num_out, *shape[1:]
-            return StackedPart(stored, whole, int(expert), rows, is_transposed=False)
+            may_be_turned = self.style == "qwen3_vl_moe"
+            return StackedPart(stored, whole, int(expert), rows, False, may_be_turned)
         end, whole = "", (self.num_experts, *shape[1:], num_out)
         if kind == "bias":
             end = "_bias"

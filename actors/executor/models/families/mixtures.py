@@ -105,6 +105,13 @@ def _qwen3_moe(config: HfConfig) -> DecoderTraits:
     )
 
 
+def _qwen3_vl_moe(config: HfConfig) -> DecoderTraits:
+    # All layers have experts in the released models, whose configs keep the width of a dense MLP.
+    traits = _qwen3_moe(config)
+    experts = experts_of(config, is_normalised=True, names="qwen3_vl_moe")
+    return msgspec.structs.replace(traits, experts=experts)
+
+
 def _olmoe(config: HfConfig) -> DecoderTraits:
     if config.get("clip_qkv") is not None:
         raise UnsupportedFeatureError("clip_qkv is not supported")
@@ -218,6 +225,7 @@ MIXTURES: Mapping[str, Callable[[HfConfig], DecoderTraits]] = {
     "MixtralForCausalLM": _mixtral,
     "Qwen2MoeForCausalLM": _qwen2_moe,
     "Qwen3MoeForCausalLM": _qwen3_moe,
+    "Qwen3VLMoeForCausalLM": _qwen3_vl_moe,
     "OlmoeForCausalLM": _olmoe,
     "GptOssForCausalLM": _gpt_oss,
     "GraniteMoeForCausalLM": _granite_moe,
