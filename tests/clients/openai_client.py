@@ -1,4 +1,4 @@
-"""openai: sync and async, streams, `parse`, responses, tools, embeddings."""
+"""openai: sync and async, streams, `parse`, responses, durable responses, tools, embeddings."""
 
 import asyncio
 import json
@@ -71,6 +71,26 @@ def check_responses(client, model):
     assert kinds[-1] in ("response.completed", "response.incomplete")
 
 
+def check_durable(client, model):
+    """Leave a background response in the middle of its stream, and read the rest by its id."""
+    body = {"model": model, "input": "Hello", "max_output_tokens": 40, "temperature": 1}
+    events = []
+    with client.responses.create(**body, background=True, stream=True) as stream:
+        for event in stream:
+            events.append(event)
+            if len(events) == 6:
+                break
+    name, last = events[0].response.id, events[-1].sequence_number
+    with client.responses.retrieve(name, stream=True, starting_after=last) as stream:
+        events += stream
+    numbers = [event.sequence_number for event in events]
+    assert numbers == sorted(set(numbers)), numbers
+    deltas = [e.delta for e in events if e.type == "response.output_text.delta"]
+    assert "".join(deltas) == client.responses.retrieve(name).output_text
+    with client.responses.retrieve(name, stream=True) as stream:
+        assert [event.to_dict() for event in stream] == [event.to_dict() for event in events]
+
+
 async def check_async(url, model):
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
         requests = [
@@ -93,6 +113,7 @@ def main(url, pooling_url):
         check_sync(client, model)
         check_structured(client, model)
         check_responses(client, model)
+        check_durable(client, model)
     asyncio.run(check_async(url, model))
     check_embeddings(pooling_url)
 

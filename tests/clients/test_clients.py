@@ -36,8 +36,9 @@ QUIET = {"HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "DO_NOT_
 
 
 @pytest.fixture(scope="module")
-def server():
-    with started("--served-model-name", "demo") as process:
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clients") / "journal"
+    with started("--served-model-name", "demo", "--journal", str(folder)) as process:
         yield process
 
 
@@ -70,12 +71,13 @@ def test_a_client_gets_what_it_asks_for(server, pooling_server, package, script)
 
 
 @pytest.mark.timeout(300)
-def test_ollama_s_own_javascript_client(server, pooling_server):
+@pytest.mark.parametrize("package", ["ollama", "eventsource"])
+def test_unmodified_javascript_client(server, pooling_server, package):
     folder = os.environ.get("AGENTS")
-    if folder is None or not (Path(folder) / "node_modules" / "ollama").is_dir():
-        pytest.skip("AGENTS names no folder that has the npm package ollama")
+    if folder is None or not (Path(folder) / "node_modules" / package).is_dir():
+        pytest.skip(f"AGENTS names no folder that has the npm package {package}")
     urls = [f"http://127.0.0.1:{each.port}" for each in (server, pooling_server)]
-    script = str(HERE / "ollama_client.mjs")
+    script = str(HERE / f"{package}_client.mjs")
     done = subprocess.run(
         ["node", script, folder, *urls], capture_output=True, text=True, check=False
     )
