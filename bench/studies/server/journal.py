@@ -8,6 +8,7 @@ same round.  The gaps are those between two events of a stream as its client see
 """
 
 import argparse
+import json
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -42,19 +43,22 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=200, help="Tokens of each stream.")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--model", help="Folder; the bundled model by default.")
+    parser.add_argument("--model", help="Folder, or `demo`.")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--load-format", default="auto", help="`dummy` makes up the weights.")
     parser.add_argument("--folder", help="Parent of the journals; the disk decides about `step`.")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder))
         length = options.tokens + 64
-        model = options.model or stack.enter_context(demo_of_length(length))
+        model = options.model
+        if model in (None, "demo"):
+            model = stack.enter_context(demo_of_length(length))
+            if options.model is None:
+                _enlarge(Path(model) / "config.json")
         arguments = [
             model, "--max-num-seqs", str(options.streams), "--max-model-len", str(length),
-            "--dtype", options.dtype, "--load-format", options.load_format,
+            "--dtype", options.dtype, "--load-format", "auto" if options.model else "dummy",
         ]  # fmt: skip
         urls = {
             policy: _url(stack.enter_context(local_server(*arguments, *_journal(folder, policy))))
@@ -69,6 +73,16 @@ def main() -> None:
         )
     if options.output:
         write(str(options.output), {"about": about(sys.argv[1:]), "results": results})
+
+
+def _enlarge(config: Path) -> None:
+    """Give a model the shape of SmolLM2-135M, but for its vocabulary."""
+    found = json.loads(config.read_text())
+    found |= {
+        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64,
+    }  # fmt: skip
+    config.write_text(json.dumps(found))
 
 
 def _journal(folder: str, policy: str) -> list[str]:
