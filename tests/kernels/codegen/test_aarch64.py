@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from trouper.kernels.codegen import units
+from trouper.kernels.cpu.linear.integer_rows import words_of_group
 from trouper.kernels.cpu.linear.quantization import IntegerWeight, packed
 from trouper.kernels.reference.linear import integer_linear_reference
 from trouper.kernels.reference.norms import silu_and_mul_reference
@@ -100,14 +101,14 @@ def test_integers_on_aarch64_equal_the_formula(run, fmt, num_rows):
         torch.randn(groups) if fmt == "int8" else None,
     )
     x = torch.randn(num_rows, num_in).bfloat16()
-    rows = torch.zeros(num_rows, num_in // (4 if fmt == "int4" else 2), dtype=torch.int32)
-    records = torch.zeros(num_rows, groups[1] * 4, dtype=torch.int32)
-    run(f"rows_of_{fmt}", num_rows, x, num_in // 2, rows, records, num_in // 2)
-    numbers, scales, zeros, minima = packed(weight)
+    rows = torch.zeros(num_rows, num_in // group * words_of_group(group), dtype=torch.int32)
+    run(f"rows_of_{fmt}", num_rows, x, num_in // 2, rows, num_in // 2)
+    numbers, scales, zeros, minima = packed(weight)[:4]
     y = torch.full((num_rows, num_out), torch.nan).bfloat16()
     parts = [0 if part is None else part for part in (zeros, minima)]
-    sizes = num_rows, num_in // 2, num_out // 16, group // 2, 1
-    run(f"matmul_of_{fmt}", -(-num_out // 64), rows, records, numbers, scales, *parts, 0, y, *sizes)
+    sizes = num_rows, num_in // 2, num_out // 16, num_out // 16, group // 2, 1
+    scratch, arguments = torch.zeros_like(rows), (x, num_in // 2, rows, numbers, scales, *parts, 0)
+    run(f"matmul_of_{fmt}", -(-num_out // 64), *arguments, y, *sizes, scratch, scratch.nbytes)
     assert torch.equal(y, integer_linear_reference(x, weight))
 
 
