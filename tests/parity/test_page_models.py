@@ -173,6 +173,7 @@ def url(image):
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_pages_over_http_are_pooled_and_ranked(retriever):
     args = EngineArgs(model=retriever.folder, dtype="float32", media_processor="thread")
     async with AsyncLLMEngine.from_engine_args(args) as engine:
