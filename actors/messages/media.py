@@ -41,6 +41,8 @@ class MediaItem(msgspec.Struct, frozen=True):
     grid: tuple[int, int, int] | None = None
     # Of a recording.
     seconds: float = 0.0
+    # Whether a client's name of the content is in the key, in place of the content.
+    is_named: bool = False
 
     @property
     def num_rows(self) -> int:

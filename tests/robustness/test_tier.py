@@ -15,7 +15,9 @@ from functools import partial
 import anyio
 import pytest
 
-from trouper import LLM, SamplingParams
+from tests.support.adapters import random_tensors, write_adapter
+from tests.support.vision import VisionModel, image, text
+from trouper import LLM, LoRARequest, SamplingParams
 from trouper.actors.engine.wiring import open_engine
 from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.steps import tier_thread
@@ -276,6 +278,79 @@ def test_salts_and_scopes_keep_files_apart(copied):
     with an_llm(copied) as llm:
         (result,) = llm.generate(salted, GREEDY, use_tqdm=False)
         assert result.num_cached_tokens == 144
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llava", "gemma3"])
+def test_prompts_with_images_survive_the_engine(tmp_path, kind):
+    """Another image of the same size finds only what is before it; an image that a client has named is not written."""
+    model = VisionModel(kind, tmp_path / "model").folder
+    options = {
+        "dtype": "float32",
+        "max_model_len": 512,
+        "block_size": 16,
+        "media_processor": "thread",
+    }
+    chats = [
+        [{"role": "user", "content": [text("Look: " * 8), image(number), text(" What? " * 9)]}]
+        for number in (1, 2)
+    ]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+    def life(tier, number):
+        with LLM(str(model), kv_tier_dir=tier, **options) as llm:
+            (result,) = llm.chat(chats[number], params, use_tqdm=False)
+            count = (len(result.prompt_token_ids) + 5) // 16
+            if tier is not None and number == 0:
+                wait_for_files(tmp_path / "tier", count)
+            return list(result.outputs[0].token_ids), result.num_cached_tokens
+
+    tier = str(tmp_path / "tier")
+    expected = [life(None, number)[0] for number in (0, 1)]
+    assert life(tier, 0) == (expected[0], 0)
+    found, num_cached = life(tier, 0)
+    assert found == expected[0]
+    assert num_cached > 64
+    other, num_cached_of_other = life(tier, 1)
+    assert other == expected[1]
+    assert num_cached_of_other < num_cached
+    before = len(files_of(tmp_path / "tier"))
+    for part in chats[0][0]["content"]:
+        if part["type"] != "text":
+            part["uuid"] = "mine"
+    chats[0][0]["content"][0]["text"] = "See: " * 8
+    with LLM(str(model), kv_tier_dir=tier, **options) as llm:
+        llm.chat(chats[0], params, use_tqdm=False)
+        # Blocks are written in order, so these come last.
+        answers(llm, PROMPTS[:1])
+        wait_for_files(tmp_path / "tier", before + 9)
+    assert len(files_of(tmp_path / "tier")) == before + 9
+
+
+@pytest.mark.slow
+def test_adapter_of_the_same_name_finds_no_foreign_block(tmp_path):
+    """Two adapters take turns under one name and number; the third life has the first one again."""
+    options = {"dtype": "float32", "enable_lora": True, "max_lora_rank": 4, "block_size": 16}
+    folders = [
+        write_adapter(tmp_path / str(seed), random_tensors(seed=seed, scale=3.0)) for seed in (1, 2)
+    ]
+    given = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+
+    def life(adapter, tier):
+        with LLM(kv_tier_dir=tier, **options) as llm:
+            request = LoRARequest("mine", 1, adapter)
+            results = llm.generate(given, GREEDY, lora_request=request, use_tqdm=False)
+            if tier is not None:
+                wait_for_files(tmp_path / "tier", 9 * len(PROMPTS))
+            found = [list(result.outputs[0].token_ids) for result in results]
+            return found, sum(result.num_cached_tokens for result in results)
+
+    tier = str(tmp_path / "tier")
+    expected = [life(adapter, None)[0] for adapter in folders]
+    assert expected[0] != expected[1]
+    assert life(folders[0], tier) == (expected[0], 0)
+    assert life(folders[1], tier) == (expected[1], 0)
+    assert life(folders[0], tier) == (expected[0], 3 * 144)
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,14 @@ NOT_SHAPING = frozenset({
 NOT_SHAPING_OF_MODEL = frozenset(
     {"path", "name", "eos_token_ids", "default_sampling", "sampling_source"}
 )
-# Packages whose code computes KV.
-PACKAGES = "torch", "numpy", "llvmlite", "transformers", "peft"
+# The keys of items contain the options of their processor.
+NOT_SHAPING_OF_MEDIA = frozenset({
+    "folder", "max_items", "processor_cache_bytes", "encoder_cache_bytes", "processor_kwargs", "in_process", "sources",
+})  # fmt: skip
+# Packages whose code computes KV, or the arrays of images.
+PACKAGES = "torch", "numpy", "llvmlite", "transformers", "peft", "pillow", "torchvision"
+# Folders with trouper's own code that does.
+FOLDERS = "kernels", "actors/executor", "actors/rendering/media"
 PIECE_BYTES = 2**22
 # The number of digests in the file, of 200 bytes each, and the largest file that is read.
 MOST_DIGESTS = 10_000
@@ -53,6 +59,7 @@ def find_space(config: EngineConfig, num_threads: int) -> bytes:
     facts = [
         _without(config, NOT_SHAPING),
         [_without(m, NOT_SHAPING_OF_MODEL) for m in (config.model, config.draft_model) if m],
+        None if config.media is None else _without(config.media, NOT_SHAPING_OF_MEDIA),
         config.seed if config.load_format == "dummy" else None,
         _digests(weight_files(config), Path(config.tier.folder) / "weights.json"),
         num_threads,
@@ -113,7 +120,7 @@ def _digest(file: Path) -> str:
 def _code_digest() -> str:
     """Return a digest of the code that computes KV: trouper's, and the versions of the packages that it calls."""
     digest, package = hashlib.sha256(), Path(__file__).parents[3]
-    for folder in ("kernels", "actors/executor"):
+    for folder in FOLDERS:
         for file in sorted((package / folder).rglob("*.py")):
             digest.update(str(file.relative_to(package)).encode() + file.read_bytes())
     for name in PACKAGES:

@@ -234,7 +234,11 @@ class MediaPreprocessor:
                 key = hashlib.sha256(_joined(self._fingerprint, whose, options, content)).digest()
                 placed = self._cache.get(key)
                 if placed is None:
-                    placed, size = self._processed(key, data, part.where, merged, left)
+                    if data is None:
+                        rule = f"{part.where}: the item with this uuid is not cached; send its data, too"
+                        raise MediaError(rule, parameter=part.where, code="multimodal_cache_miss")
+                    order = MediaOrder(data, part.where, merged, left)
+                    placed, size = self._processed(key, order, is_named=part.uuid is not None)
                     left -= size
             found.append(placed)
         return found
@@ -244,19 +248,16 @@ class MediaPreprocessor:
         return waveform_of(given) if self.modality == AUDIO else _pixels_or_file(given)
 
     def _processed(
-        self, key: bytes, data: Any, where: str, kwargs: Mapping[str, Any], left: int
+        self, key: bytes, order: MediaOrder, *, is_named: bool
     ) -> tuple[PlacedItem, int]:
         """Process an item that is not cached, and keep it.  Also returns the number of its pixels or seconds."""
-        if data is None:
-            rule = f"{where}: the item with this uuid is not cached; send its data, too"
-            raise MediaError(rule, parameter=where, code="multimodal_cache_miss")
         self._cache.check_room()
-        processed, size = self._work.process(MediaOrder(data, where, kwargs, left))
-        placed = self._placed(key, processed)
+        processed, size = self._work.process(order)
+        placed = self._placed(key, processed, is_named=is_named)
         self._cache.put(key, placed)
         return placed, size
 
-    def _placed(self, key: bytes, processed: ProcessedMedia) -> PlacedItem:
+    def _placed(self, key: bytes, processed: ProcessedMedia, *, is_named: bool) -> PlacedItem:
         if self._config.has_two_towers:
             item = MediaItem(key, IMAGE, processed.arrays, 1, ((0, 1),))
             return PlacedItem((self._config.row_token_id,), item)
@@ -269,7 +270,16 @@ class MediaPreprocessor:
             raise GenerationError("the processor wrote no token for a row")
         grid = self._grid(processed) if self._config.family.has_grids else None
         arrays, seconds = processed.arrays, processed.seconds
-        item = MediaItem(key, self.modality, arrays, len(ids), runs, grid=grid, seconds=seconds)
+        item = MediaItem(
+            key,
+            self.modality,
+            arrays,
+            len(ids),
+            runs,
+            grid=grid,
+            seconds=seconds,
+            is_named=is_named,
+        )
         return PlacedItem(ids, item, text[:begin], text[end:])
 
     def _grid(self, processed: ProcessedMedia) -> tuple[int, int, int]:

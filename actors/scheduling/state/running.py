@@ -352,15 +352,14 @@ class Running:
     def _offer(self, sequence: Sequence, hashes: list[bytes], first: int, end: int) -> None:
         for i in range(first, end):
             self._blocks.register(sequence.blocks[i], hashes[i])
-            # A client's name of an image is no digest of it, so prompts with images stay in memory.
-            if self._tier is not None and not sequence.request.admit.media:
+            if self._tier is not None and _has_lasting_names(sequence):
                 self._tier.offer(hashes[i], hashes[i - 1] if i else FIRST_PARENT)
 
     def seek(self, sequence: Sequence) -> bool:
         """Whether blocks of a queued sequence are fetched from the tier, so that it should wait for them."""
         if self._tier is None or not self._tier.is_open or sequence.index:
             return False
-        if _skips_cache(sequence) or sequence.request.admit.media:
+        if _skips_cache(sequence) or not _has_lasting_names(sequence):
             return False
         return self._tier.seek(sequence)
 
@@ -470,6 +469,14 @@ def _fork_leader(sequence: Sequence) -> Sequence | None:
         if leader.request_slot >= 0 and leader.num_computed_on_device >= leader.num_prompt
         else None
     )
+
+
+def _has_lasting_names(sequence: Sequence) -> bool:
+    """Whether the names of the blocks mean the same in another process.
+
+    A client may give another image the same name later, so such prompts stay in memory.
+    """
+    return not any(item.is_named for item in sequence.request.admit.media)
 
 
 def _skips_cache(sequence: Sequence) -> bool:
