@@ -61,10 +61,24 @@ def fail_once(host) -> None:
             group = host._runner._share.group
             begin_step = group.begin_step
             group.begin_step = lambda step: begin_step(step + 1)
+        case "encode":  # after the first slice of the next image
+            die_in_image(host._runner._encoder)
         case "memory":
-            held = []
-            while True:
-                held.append(bytearray(os.urandom(1)) * 2**24)
+            fill_memory()
+
+
+def fill_memory() -> None:
+    held = []
+    while True:
+        held.append(bytearray(os.urandom(1)) * 2**24)
+
+
+def die_in_image(encoder) -> None:
+    def advance(wholes, seconds):
+        type(encoder).advance(encoder, wholes, 0.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    encoder.advance = advance
 
 
 if __name__ == "__main__":

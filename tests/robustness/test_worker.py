@@ -11,6 +11,7 @@ import anyio
 import pytest
 
 from tests.robustness.faulty_worker import POISON
+from tests.support.vision import VisionModel, picture
 from trouper.actors.engine.wiring import open_engine
 from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.workers.launching import MODULE, launch
@@ -126,6 +127,37 @@ async def test_fault_names_its_step_and_texts_continue(name, words, fault, caplo
         assert await texts(engine) == expected
     assert len(worker_group.peers) == 2
     assert words in caplog.text
+
+
+@pytest.mark.slow
+async def test_image_is_encoded_again_after_a_kill(fault, tmp_path):
+    VisionModel("llava", tmp_path / "model")
+    see = {"prompt": "See <image> this", "multi_modal_data": {"image": picture(1)}}
+    options = {
+        "model": str(tmp_path / "model"),
+        "enable_prefix_caching": False,
+        "encoder_cache_gb": 0,
+    }
+    async with an_engine(FAULTY, max_model_len=256, **options) as (engine, worker_group):
+
+        async def ids(name, prompt="read this", do=None):
+            found = []
+            async for output in engine.generate(prompt, params(1), name):
+                found = list(output.outputs[0].token_ids)
+                if do is not None and len(found) >= 2:
+                    await do()
+                    do = None
+            return found
+
+        expected = [await ids("text"), await ids("image", see)]
+        answers = []
+
+        async def look():
+            fault("encode")
+            answers.append(await ids("again", see))
+
+        assert [await ids("beside", do=look), *answers] == expected
+    assert len(worker_group.peers) == 2
 
 
 @contextmanager
