@@ -226,3 +226,12 @@ async def test_refused_background_response_is_not_kept(life, monkeypatch):
         assert (await client.post(PATH, GREEDY, key)).status == 200
     async with life() as client:
         assert len(client.service.journal.streams) == 1
+
+
+async def test_recovered_responses_wait_for_room(life):
+    body = {**SAMPLED, "stream": False, "max_output_tokens": 60}
+    async with life() as client:
+        names = [(await client.post(PATH, body)).json["id"] for _ in range(4)]
+    async with life(max_requests=1) as client:
+        for name in names:
+            assert (await ended(client, name))["status"] == "incomplete"

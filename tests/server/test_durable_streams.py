@@ -454,3 +454,16 @@ async def test_planted_bug_of_streams_is_found(life, disk, monkeypatch, bug, fin
     fixtures = {"disk": disk, "monkeypatch": monkeypatch}
     with pytest.raises((AssertionError, ExceptionGroup)):
         await find(life, **{name: fixtures[name] for name in needs})
+
+
+async def test_recovered_streams_wait_for_room(life):
+    path, body = case("chats", max_tokens=60)
+    async with life() as client:
+        for number in range(5):
+            await begin(client, path, body, 3, [("idempotency-key", str(number))])
+    async with life(max_requests=2) as client:
+        for stream in client.service.journal.streams.of(b""):
+            answer = await client.get(f"/v1/streams/{stream.id}")
+            assert answer.status == 200, answer.body
+            assert answer.body.endswith(b"[DONE]\n\n")
+        assert client.service.journal.streams.num_resumed == 5

@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=200, help="Tokens of each stream.")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--model", help="Folder, or `demo`.")
+    parser.add_argument("--model", help="Folder of a model, or `demo` for the bundled one.")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--folder", help="Parent of the journals; the disk decides about `step`.")
     parser.add_argument("--output", type=Path)

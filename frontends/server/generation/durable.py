@@ -8,7 +8,7 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -46,6 +46,8 @@ from trouper.params import RequestOutputKind
 logger = logging.getLogger(__name__)
 KEY = "Idempotency-Key"
 MAX_KEY = 255
+# Seconds between two attempts to go on with an answer in a full server.
+ROOM_S = 0.05
 # The seeds of the choices of two prompts are further apart than an answer has choices.
 SEED_STEP = 2**32
 
@@ -441,11 +443,50 @@ def _begin_again(
     context.tenant, context.key_digest = tenant, stream.owner
     context.cache_scope, context.timeout_s = saved.cache_scope, saved.timeout_s
     context.num_body_bytes = len(saved.body)
+    if name is not None:
+        start_recovered(
+            service,
+            context,
+            name,
+            StreamRun(service, stream, saved, context, route, record).perform,
+        )
+        return
     with ExitStack() as resources:
         context.ticket = resources.enter_context(service.enter(context))
         run = StreamRun(service, stream, saved, context, route, record)
-        name = name or f"{stream.id} {secrets.token_hex(4)}"
+        name = f"{stream.id} {secrets.token_hex(4)}"
         service.background.start(name, partial(run.perform, resources.pop_all()))
+
+
+def start_recovered(
+    service: Service,
+    context: RequestContext,
+    name: str,
+    perform: Callable[[ExitStack], Awaitable[None]],
+) -> None:
+    """Start the work for an answer of an earlier process: at once, or when the limits leave room for it.
+
+    They may be lower than those of the earlier process, which has promised the answer.
+    """
+
+    async def perform_later() -> None:
+        with ExitStack() as resources:
+            while context.ticket is None:
+                await anyio.sleep(ROOM_S)
+                try:
+                    context.ticket = resources.enter_context(service.enter(context))
+                except HTTPError:
+                    # The server is full.
+                    continue
+            await perform(resources.pop_all())
+
+    with ExitStack() as resources:
+        try:
+            context.ticket = resources.enter_context(service.enter(context))
+        except HTTPError:
+            service.background.start(name, perform_later)
+        else:
+            service.background.start(name, partial(perform, resources.pop_all()))
 
 
 async def _receive_nothing() -> Message:

@@ -4,7 +4,6 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,12 @@ from trouper.frontends.server.durable.journal import Journal
 from trouper.frontends.server.durable.records import Admitted, StreamRecord
 from trouper.frontends.server.durable.streams import DurableStream, lost, lost_reason
 from trouper.frontends.server.generation.driver import Driver, prepare
-from trouper.frontends.server.generation.durable import SavedIdentity, check_same, identity_of
+from trouper.frontends.server.generation.durable import (
+    SavedIdentity,
+    check_same,
+    identity_of,
+    start_recovered,
+)
 from trouper.frontends.server.generation.token_keeper import TokenKeeper
 from trouper.frontends.server.http.context import Message, RequestContext
 from trouper.frontends.server.responses.adapter import ResponsesAdapter
@@ -178,32 +182,30 @@ def _resume(service: Service, name: str, record: StreamRecord) -> None:
     if record.ended is not None:
         stream.end(record.ended.at)
     reason = lost_reason(record.admitted.model, journal.fingerprint)
-    with ExitStack() as resources:
-        absent: str | None = None
-        try:
-            driver = prepare(service, context, turn, ResponsesAdapter, saved.created)
-        except TrouperNotFoundError as error:
-            absent = f"its adapter is not loaded: {error}"
-            named = turn.body.model
-            turn = kept_turn(msgspec.structs.replace(turn.body, model=None), saved.pieces)
-            driver = prepare(service, context, turn, ResponsesAdapter, saved.created)
-            driver.adapter.response["model"] = named
-        if record.ended is not None and record.ended.failure:
-            _put_end(service, name, turn, tenant, msgspec.json.decode(record.ended.failure))
-            return
-        if reason is not None or absent is not None:
-            journal.streams.count_lost("request" if reason is None else "model")
-            error = {"code": "server_error", "message": str(lost(reason or absent or ""))}
-            end = {**driver.adapter.response, "status": "failed", "error": error}
-            _put_end(service, name, turn, tenant, end)
-            return
-        context.ticket = resources.enter_context(service.enter(context))
-        driver.on_start = partial(_check_same, saved, identity_of(service, driver))
-        keep_tokens(service, driver, name, record)
-        response = BackgroundResponse(service, context, turn, driver)
-        response.notes_end = record.ended is None
-        response.queue()
-        service.background.start(name, partial(response.perform, resources.pop_all()))
+    absent: str | None = None
+    try:
+        driver = prepare(service, context, turn, ResponsesAdapter, saved.created)
+    except TrouperNotFoundError as error:
+        absent = f"its adapter is not loaded: {error}"
+        named = turn.body.model
+        turn = kept_turn(msgspec.structs.replace(turn.body, model=None), saved.pieces)
+        driver = prepare(service, context, turn, ResponsesAdapter, saved.created)
+        driver.adapter.response["model"] = named
+    if record.ended is not None and record.ended.failure:
+        _put_end(service, name, turn, tenant, msgspec.json.decode(record.ended.failure))
+        return
+    if reason is not None or absent is not None:
+        journal.streams.count_lost("request" if reason is None else "model")
+        error = {"code": "server_error", "message": str(lost(reason or absent or ""))}
+        end = {**driver.adapter.response, "status": "failed", "error": error}
+        _put_end(service, name, turn, tenant, end)
+        return
+    driver.on_start = partial(_check_same, saved, identity_of(service, driver))
+    keep_tokens(service, driver, name, record)
+    response = BackgroundResponse(service, context, turn, driver)
+    response.notes_end = record.ended is None
+    response.queue()
+    start_recovered(service, context, name, response.perform)
 
 
 async def _check_same(saved: SavedRequest, now: SavedIdentity) -> None:  # noqa: ASYNC124  # a driver awaits it
