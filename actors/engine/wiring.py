@@ -33,12 +33,11 @@ from trouper.actors.observability.metrics import Metrics
 from trouper.actors.observability.observer import Observer, RecentEvents
 from trouper.actors.output.detokenizer import Detokenizer
 from trouper.actors.output.pooler import Pooler
-from trouper.actors.rendering.fetcher import Fetcher
 from trouper.actors.rendering.media.downloads import Downloads
 from trouper.actors.rendering.media.items import MediaPreprocessor
 from trouper.actors.rendering.prompts.prompts import Prompts
 from trouper.actors.rendering.prompts.two_towers import prompts_of
-from trouper.actors.rendering.renderer import Renderer
+from trouper.actors.rendering.renderer import Fetcher, Renderer
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.actors.runtime.event_loop import EventLoop, Reporter, Threads, WorkerThreads
 from trouper.actors.scheduling.policy import Policy

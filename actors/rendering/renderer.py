@@ -7,6 +7,13 @@ thread costs as much as rendering some of them.  Several renderers receive from 
 Laws.  A request's failure ends only this request.  A grammar without a trial goes to another renderer, because a trial
 may take a second and no other request should wait for it.  `Track` is sent before `Admit`, and there is no await
 between the last check of the slot and the two sends, so both actors know a request or neither does.
+
+The fetcher actor: it downloads the images of requests, and hands the requests on to the renderer of images.
+
+Each request is a task, because a slow host must delay no other request.  There are at most `MAX_OPEN_REQUESTS` tasks, and
+`Downloads` bounds the connections and the bytes.
+
+Laws.  A failed download ends only its request.  When a client leaves, its downloads are cancelled at once.
 """
 
 import math
@@ -23,10 +30,59 @@ from trouper.actors.messages.controls import DetokenizerInbox, SchedulerInbox
 from trouper.actors.messages.outputs import GrammarStats
 from trouper.actors.messages.requests import Admit, AdmitPooling, Render, RequestId
 from trouper.actors.rendering.grammar.trial_processes import UntriedGrammarError
+from trouper.actors.rendering.media.downloads import Downloads
 from trouper.actors.rendering.prompts.prompts import Rendered
 from trouper.actors.runtime.event_loop import Reporter, Threads
 from trouper.errors import GenerationError, GrammarError, TrouperError, TrouperValidationError
 from trouper.params import SamplingParams
+
+
+class Fetcher:
+    """The actor that waits for hosts, in place of the renderers.
+
+    It owns its channel ends, and borrows the reply slot of each request to report errors.
+    """
+
+    def __init__(
+        self,
+        inbox: MemoryObjectReceiveStream[Render],
+        renderer: MemoryObjectSendStream[Render],
+        downloads: Downloads,
+    ) -> None:
+        self._inbox, self._renderer, self._downloads = inbox, renderer, downloads
+
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Serve requests until the engine ends."""
+        with self._inbox, self._renderer:
+            async with anyio.create_task_group() as tasks:
+                task_status.started()
+                async for message in self._inbox:
+                    tasks.start_soon(self._serve, message)
+
+    async def _serve(self, message: Render) -> None:
+        slot, prompt = message.slot, None
+        error: Exception | None = None
+        if not slot.is_aborted:
+            try:
+                with slot.scope:
+                    prompt = await self._downloads.fill(message.prompt)
+            except Exception as raised:  # it is this request's, whatever it is
+                error = raised
+        if error is not None:
+            slot.fail(typed(error))
+        elif prompt is None or slot.is_aborted:
+            slot.abort()
+        else:
+            self._hand_on(msgspec.structs.replace(message, prompt=prompt))
+
+    def _hand_on(self, message: Any) -> None:
+        """There is room for each open request."""
+        try:
+            self._renderer.send_nowait(message)
+        except anyio.BrokenResourceError:
+            # The engine is going down, and its end ends every request.
+            pass
+
 
 BATCH_CHARS = 2**13  # rendered in some 3 ms
 QUICK_KEYS = frozenset({"prompt", "prompt_token_ids", "text_pair", "cache_salt"})

@@ -5,7 +5,7 @@ from typing import Any
 
 import typer
 
-from trouper.frontends.cli.arguments.help import PanelCommand
+from trouper.frontends.cli.arguments.values import PanelCommand
 from trouper.frontends.cli.main import run_line
 
 

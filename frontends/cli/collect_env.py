@@ -17,7 +17,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from trouper import __version__
-from trouper.config.memory import UNLIMITED, control_groups, read_number, read_text
+from trouper.config.context import UNLIMITED, control_groups, read_number, read_text
 from trouper.frontends.cli.arguments.options import expand_options
 
 

@@ -269,8 +269,7 @@ def _facts(entry: dict[str, Any]) -> dict[str, Any]:
         return facts
     # Imported here, since they take time that no other command should wait for.
     from trouper.config.generation import describe_sampling
-    from trouper.config.model import ModelConfig
-    from trouper.config.model_files import ModelFiles
+    from trouper.config.model import ModelConfig, ModelFiles
 
     model = ModelConfig.load(EngineArgs(entry["path"]))
     files = ModelFiles.of(model)

@@ -19,8 +19,8 @@ from trouper import __version__
 from trouper.config.args import EngineArgs
 from trouper.config.command_line import join_dotted
 from trouper.frontends.cli import output
-from trouper.frontends.cli.arguments.help import PanelCommand, TextCommand, WholeSentenceGroup
 from trouper.frontends.cli.arguments.server_options import option_names
+from trouper.frontends.cli.arguments.values import PanelCommand, TextCommand, WholeSentenceGroup
 from trouper.frontends.cli.batch.embed import embed, score
 from trouper.frontends.cli.batch.generate import generate
 from trouper.frontends.cli.batch.replay import replay

@@ -11,11 +11,11 @@ from trouper.config.context import (
     KV_SHARE,
     LEAST_CONTEXT,
     PROGRAM_BYTES,
+    available_bytes,
     context_line,
     fitted,
     weight_bytes,
 )
-from trouper.config.memory import available_bytes
 from trouper.config.model import ModelConfig
 from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError

@@ -13,7 +13,7 @@ from trouper.actors.executor.models.hf_attention import window_of
 from trouper.actors.executor.weights.checkpoint import Checkpoint
 from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.actors.messages.steps import Sampling
-from trouper.config.checkpoint.state_sizes import state_bytes
+from trouper.config.checkpoint.recurrent import state_bytes
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.inputs import TokensPrompt
 

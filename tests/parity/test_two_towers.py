@@ -14,7 +14,7 @@ from tests.server.client import Client
 from tests.support.image_payloads import saved
 from tests.support.vision import TOWER, picture, tokenizer
 from trouper import LLM, AsyncLLMEngine, EngineArgs
-from trouper.actors.executor.runners.cpu import two_towers as runner
+from trouper.actors.executor.runners.cpu import unpaged_decoder as runner
 from trouper.actors.rendering.media.items import MediaInThread
 from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError

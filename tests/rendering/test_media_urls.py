@@ -16,8 +16,7 @@ from trouper.actors.rendering.media.local_files import read_local
 from trouper.actors.rendering.media.parts import take_media
 from trouper.actors.rendering.media.urls import admit, checked_addresses, redirected
 from trouper.config.args import EngineArgs
-from trouper.config.media import MediaConfig
-from trouper.config.media_sources import MediaSources, media_sources
+from trouper.config.media import MediaConfig, MediaSources, media_sources
 from trouper.errors import MediaError, TrouperUnprocessableEntityError, TrouperValidationError
 
 SOURCES = MediaSources(("example.test", "*.example.test"))

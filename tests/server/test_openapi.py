@@ -9,7 +9,7 @@ from jsonschema_rs import Draft202012Validator
 from trouper.frontends.server.asgi.app import App
 from trouper.frontends.server.asgi.routes import ROUTES
 from trouper.frontends.server.ops.openapi import document
-from trouper.frontends.server.ops.ui import is_below_ui
+from trouper.frontends.server.ops.operations import is_below_ui
 
 from .client import Client
 from .process import started

@@ -14,9 +14,8 @@ from trouper.actors.observability.observer import RecentEvents
 from trouper.frontends.server.asgi.app import App
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.headers import HostNames
-from trouper.frontends.server.ops.ui import SAFETY
-from trouper.frontends.server.page.feed import MAX_VIEWERS
-from trouper.frontends.server.page.files import KINDS, STATIC
+from trouper.frontends.server.ops.operations import SAFETY
+from trouper.frontends.server.page.feed import KINDS, MAX_VIEWERS, STATIC
 from trouper.frontends.server.page.frames import MAX_REQUESTS, describe
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.settings import ServerSettings

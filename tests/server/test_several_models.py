@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trouper.config.memory import read_text
+from trouper.config.context import read_text
 
 from .process import started
 

@@ -34,8 +34,8 @@ import numpy as np
 
 from trouper.actors.executor.links.rings import Ring, RingFiles, create_ring
 from trouper.actors.stages import num_ring_entries
+from trouper.config.context import available_bytes
 from trouper.config.engine_config import EngineConfig
-from trouper.config.memory import available_bytes
 from trouper.errors import DeviceStartError
 from trouper.kernels.cpu.exchange_sizes import ExchangeSizes
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.steps.arrays import from_numpy
+from trouper.actors.executor.steps.batch import from_numpy
 from trouper.kernels.linear import LinearMethod
 from trouper.kernels.select import make_linear
 

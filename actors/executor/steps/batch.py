@@ -2,23 +2,31 @@
 positions and attention.
 
 One array operation for each quantity keeps the cost of a step independent of Python loops over entries.
+
+Typed conversion from numpy to torch, since torch's stubs do not declare the argument's type.
+
+Weights, steps and runners all use it, and it must import neither of them, hence a file of its own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
+import torch
 from torch import Tensor
 
 from trouper.actors.executor.models.decoder import LogitsIndices
 from trouper.actors.executor.models.traits import PlanKey
-from trouper.actors.executor.steps.arrays import from_numpy
 from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.messages.steps import StepPlan
 from trouper.kernels.ops import HostTokens, Spans
 from trouper.kernels.reference.recurrent import NEVER, NO_SAVES
+
+# The tensor shares the array's memory.
+from_numpy = cast("Callable[[np.ndarray], Tensor]", cast("Any", torch).from_numpy)
+
 
 # Prompts up to this length are attended token by token, like generated tokens, so that their steps can be
 # recorded. Law: how a position is attended depends only on the prompt's length. Keys and logits therefore

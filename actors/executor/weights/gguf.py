@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trouper.actors.executor.models.parameters import WHOLE, Cut, HeadOrder, Parameter, Span
 from trouper.actors.executor.models.sharding import part_of, part_of_integers, row_order
-from trouper.actors.executor.steps.arrays import from_numpy
+from trouper.actors.executor.steps.batch import from_numpy
 from trouper.actors.executor.weights.gguf_types import READERS, Affine, dequantized_affine
 from trouper.config.gguf.encoders import encoder_shapes
 from trouper.config.gguf.header import Gguf, GgufTensor, read_gguf

@@ -18,7 +18,7 @@ from trouper.actors.executor.models.decoder import StepStates, plan_keys_of
 from trouper.actors.executor.models.hf_attention import StepPlans
 from trouper.actors.executor.models.hf_decoder import HfDecoder
 from trouper.actors.executor.models.traits import PlanKey
-from trouper.actors.executor.steps.arrays import from_numpy
+from trouper.actors.executor.steps.batch import from_numpy
 from trouper.actors.executor.steps.kv_memory import KVCache
 from trouper.actors.executor.steps.state_memory import StatePool
 from trouper.config.model import ModelConfig

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trouper.actors.executor.models.parameters import Cut, Parameter
 from trouper.actors.executor.models.sharding import part_of
-from trouper.actors.executor.steps.arrays import from_numpy
+from trouper.actors.executor.steps.batch import from_numpy
 from trouper.actors.runtime.startup import num_physical_cores
 
 DUMMY_STD = 0.02

@@ -32,7 +32,7 @@ from trouper.actors.executor.weights.checkpoint import tensor_files
 from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.config.args import EngineArgs
 from trouper.config.checkpoint.pooler import PoolerSpec
-from trouper.config.checkpoint.state_sizes import state_bytes
+from trouper.config.checkpoint.recurrent import state_bytes
 from trouper.config.engine_config import EngineConfig
 from trouper.config.gguf.header import SPLIT, is_gguf
 from trouper.config.model import ITEM_BYTES, ModelConfig, concrete_dtype

@@ -51,7 +51,7 @@ from trouper.config.parallel import CPU_BIND
 from trouper.errors import UnsupportedFeatureError, invalid
 
 if TYPE_CHECKING:
-    from trouper.actors.executor.runners.model_runner import ModelRunner
+    from trouper.actors.executor.runners.resident_model import ModelRunner
     from trouper.actors.executor.steps.kept_memory import KeptMemory
     from trouper.actors.executor.steps.tier_thread import TierThread
 
@@ -207,7 +207,7 @@ class ModelHost:
     def _make_runner(self) -> "ModelRunner":
         if self._config.pooler is not None:
             if self._config.pooler.has_two_towers:
-                from trouper.actors.executor.runners.cpu.two_towers import TwoTowerRunner
+                from trouper.actors.executor.runners.cpu.unpaged_decoder import TwoTowerRunner
 
                 return TwoTowerRunner(self._config)
             from trouper.actors.executor.runners.cpu.pooling_runner import PoolingRunner

@@ -1,6 +1,6 @@
 """Chat templates rendered in processes of their own, on a budget.
 
-The sandbox of `jinja.py` bounds what a template may touch; this bounds what it may take.  A rendering may cost no
+The sandbox of `template.py` bounds what a template may touch; this bounds what it may take.  A rendering may cost no
 more than its `Budget` of computing time, address space and text, nor `WALL_S` of time on the clock; what goes
 beyond is killed, and the request refused.
 

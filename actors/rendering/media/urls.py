@@ -22,7 +22,7 @@ from trouper.actors.rendering.media.files import (
     MAX_FILE_BYTES,
     RefusedFileError,
 )
-from trouper.config.media_sources import ANY, MediaSources
+from trouper.config.media import ANY, MediaSources
 
 # A type, parameters and the mark of base64.  The type is not believed: the file itself shows what it is.
 DATA_HEAD = re.compile(rb"data:[^,]{0,256}?;base64,", re.IGNORECASE)

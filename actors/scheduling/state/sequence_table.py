@@ -18,9 +18,14 @@ from trouper.actors.messages.steps import TokenLogprobs
 from trouper.actors.scheduling.state.fluid import Fluid
 from trouper.actors.scheduling.state.grammar_ledger import GrammarLedger
 from trouper.actors.scheduling.state.kv_blocks import KVBlocks
-from trouper.actors.scheduling.state.outbox import SchedulerOutputs
 from trouper.actors.scheduling.state.running import Running
-from trouper.actors.scheduling.state.sequence import Request, Sequence, State, open_request
+from trouper.actors.scheduling.state.sequence import (
+    Request,
+    SchedulerOutputs,
+    Sequence,
+    State,
+    open_request,
+)
 from trouper.actors.scheduling.state.state_snapshots import StateSnapshots
 from trouper.actors.scheduling.state.step_builder import StepBuilder
 from trouper.actors.scheduling.state.tier import Tier

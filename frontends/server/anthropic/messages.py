@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from trouper.frontends.server.anthropic.content import content_block, render_block
 from trouper.frontends.server.anthropic.conversation import (
     BUDGET,
     EFFORT,
@@ -18,6 +17,8 @@ from trouper.frontends.server.anthropic.conversation import (
     MessagesRequest,
     chat_of,
     client_name,
+    content_block,
+    render_block,
 )
 from trouper.frontends.server.generation.adapter import (
     ChoiceUpdate,

@@ -39,7 +39,7 @@ from trouper.frontends.server.http.logs import access_line
 from trouper.frontends.server.http.route import Route
 from trouper.frontends.server.models.choosing import choose_model
 from trouper.frontends.server.models.residency import Residency, residency_of
-from trouper.frontends.server.ops.ui import FOLDER, SAFETY
+from trouper.frontends.server.ops.operations import FOLDER, SAFETY
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import ErrorBody, HTTPError, describe, log, unavailable
 from trouper.frontends.server.shared.settings import ServerSettings

@@ -10,7 +10,7 @@ from hashlib import sha256
 from trouper.frontends.server.asgi.routes import ROUTES, find, nearest
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.route import Access, Route
-from trouper.frontends.server.ops.ui import is_below_ui
+from trouper.frontends.server.ops.operations import is_below_ui
 from trouper.frontends.server.shared.errors import HTTPError, clean
 from trouper.frontends.server.shared.keys import key_digests, tenant_name, user_key_digests
 from trouper.frontends.server.shared.settings import ServerSettings

@@ -30,8 +30,7 @@ from trouper.frontends.server.ollama.requests import (
 )
 from trouper.frontends.server.ollama.routes import OLLAMA_ERRORS
 from trouper.frontends.server.openai import tokens
-from trouper.frontends.server.openai.chat import create_chat
-from trouper.frontends.server.openai.chat_batch import create_chat_batch
+from trouper.frontends.server.openai.chat import create_chat, create_chat_batch
 from trouper.frontends.server.openai.completions import create_completion
 from trouper.frontends.server.openai.llama_cpp import (
     InfillReply,
@@ -41,11 +40,12 @@ from trouper.frontends.server.openai.llama_cpp import (
     create_infill,
     create_llama_completion,
 )
-from trouper.frontends.server.openai.replies import ChatReply, CompletionReply
 from trouper.frontends.server.openai.requests import (
     ApplyTemplateRequest,
     ChatBatchRequest,
+    ChatReply,
     ChatRequest,
+    CompletionReply,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
@@ -56,7 +56,7 @@ from trouper.frontends.server.openai.transcriptions import (
     create_transcription,
     refuse_translation,
 )
-from trouper.frontends.server.ops import control, models, operations, slots, ui
+from trouper.frontends.server.ops import control, models, operations
 from trouper.frontends.server.ops.control import (
     AbortRequest,
     LoadAdapterRequest,
@@ -74,7 +74,7 @@ from trouper.frontends.server.pooling.requests import (
     ScoreRequest,
 )
 from trouper.frontends.server.responses.compaction import compact_response, count_input_tokens
-from trouper.frontends.server.responses.input_items import MAX_ITEMS
+from trouper.frontends.server.responses.conversation import MAX_ITEMS
 from trouper.frontends.server.responses.routes import (
     RESPONSES,
     RESPONSES_ERRORS,
@@ -93,10 +93,10 @@ TAGS = {"type": "array", "items": {"enum": ["weights", "kv_cache", "scheduling"]
 BOOL = {"type": "boolean"}
 EVENTS = {"stream": BOOL, "starting_after": {"type": "integer", "minimum": 0}}
 PAGES: tuple[tuple[str, Handler, Literal["text", "file"]], ...] = (
-    ("/", ui.welcome, "text"),
-    ("/ui", ui.to_folder, "file"),
-    (ui.FOLDER, ui.send_file, "file"),
-    (ui.FILE, ui.send_file, "file"),
+    ("/", operations.welcome, "text"),
+    ("/ui", operations.to_folder, "file"),
+    (operations.FOLDER, operations.send_file, "file"),
+    (operations.FILE, operations.send_file, "file"),
 )
 RATE = {"type": "integer", "minimum": 1, "maximum": 4}
 PAGE = {
@@ -176,7 +176,7 @@ ROUTES = (
         for path, handler, kind in PAGES
         for method in ("GET", "HEAD")
     ),
-    Route("GET", ui.STATE, "user", ui.stream_state, kind="events", query={"hz": RATE}),
+    Route("GET", operations.STATE, "user", operations.stream_state, kind="events", query={"hz": RATE}),
     Route("GET", "/health", "public", operations.ready, kind="empty"),
     Route("GET", "/health/live", "public", operations.live, kind="empty"),
     Route("GET", "/health/ready", "public", operations.ready, kind="empty"),
@@ -259,10 +259,10 @@ ROUTES = (
     Route("POST", "/tokenize", "user", tokens.tokenize, TokenizeRequest, tokenizes=True),
     Route("POST", "/detokenize", "user", tokens.detokenize, DetokenizeRequest, tokenizes=True),
     Route("POST", "/apply-template", "user", tokens.apply_template, ApplyTemplateRequest, tokenizes=True),
-    Route("GET", "/props", "user", slots.props),
-    Route("POST", "/props", "admin", slots.refuse_change),
-    Route("GET", "/slots", "admin", slots.slots, query={"fail_on_no_slot": {"type": "integer"}}),
-    Route("POST", slots.SLOT, "admin", slots.refuse_change),
+    Route("GET", "/props", "user", operations.props),
+    Route("POST", "/props", "admin", operations.refuse_change),
+    Route("GET", "/slots", "admin", operations.slots, query={"fail_on_no_slot": {"type": "integer"}}),
+    Route("POST", operations.SLOT, "admin", operations.refuse_change),
     Route(
         "POST", "/sleep", "admin", control.sleep,
         query={"level": {"enum": [0, 1, 2]}, "mode": MODE},
@@ -356,10 +356,10 @@ def _template(path: str) -> str:
         return MODEL
     if path.startswith(STREAMS) and path != STREAMS:
         return STREAM
-    if path.startswith(ui.FOLDER):
-        return ui.FILE
+    if path.startswith(operations.FOLDER):
+        return operations.FILE
     if path.startswith("/slots/"):
-        return slots.SLOT
+        return operations.SLOT
     if path.startswith(RESPONSES) and path != RESPONSES:
         _, slash, action = path.removeprefix(RESPONSES).partition("/")
         return RESPONSE + slash + action

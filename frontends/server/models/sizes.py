@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trouper.config.args import EngineArgs
-from trouper.config.context import weight_bytes
+from trouper.config.context import available_bytes, read_text, weight_bytes
 from trouper.config.engine_config import EngineConfig
-from trouper.config.memory import available_bytes, read_text
 from trouper.config.model import kv_bytes_per_token
 from trouper.config.resolve import resolve
 from trouper.errors import TrouperError, TrouperValidationError, UnsupportedFeatureError, invalid

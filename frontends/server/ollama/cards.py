@@ -8,7 +8,7 @@ from typing import Any
 from trouper import __version__
 from trouper.actors.rendering.prompts.infill import marks_of
 from trouper.config.media import IMAGE
-from trouper.config.model_files import ModelFiles
+from trouper.config.model import ModelFiles
 from trouper.errors import TrouperError
 from trouper.frontends.server.models.table import ModelStatus
 from trouper.frontends.server.service.service import Service

@@ -22,12 +22,14 @@ from trouper.frontends.server.generation.adapter import (
     StreamEvent,
 )
 from trouper.frontends.server.generation.logprobs import chat_logprobs
-from trouper.frontends.server.ollama.conversation import chat_of, chat_of_prompt, completion_of
 from trouper.frontends.server.ollama.requests import (
     CLIENT_NAMES,
     OllamaChatRequest,
     OllamaGenerateRequest,
     OllamaOptions,
+    chat_of,
+    chat_of_prompt,
+    completion_of,
 )
 from trouper.frontends.server.openai.chat import ChatAdapter
 from trouper.frontends.server.openai.completions import CompletionAdapter

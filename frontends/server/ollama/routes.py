@@ -11,7 +11,7 @@ import anyio.to_thread
 
 from trouper import __version__
 from trouper.actors.engine.admission import has_images
-from trouper.config.model_files import ModelFiles
+from trouper.config.model import ModelFiles
 from trouper.errors import ContextLengthError, TrouperClientError, invalid
 from trouper.frontends.server.generation.driver import client_names, drive
 from trouper.frontends.server.generation.transcript import chat_prompt

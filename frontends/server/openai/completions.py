@@ -24,14 +24,14 @@ from trouper.frontends.server.generation.logprobs import (
 )
 from trouper.frontends.server.generation.structured import way_of
 from trouper.frontends.server.http.context import DONE, RequestContext
-from trouper.frontends.server.openai.replies import (
+from trouper.frontends.server.openai.requests import (
     FINGERPRINT,
     CompletionChoice,
     CompletionChunk,
     CompletionDelta,
     CompletionReply,
+    CompletionRequest,
 )
-from trouper.frontends.server.openai.requests import CompletionRequest
 from trouper.frontends.server.openai.sampling import (
     check_sequences,
     choices_of,

@@ -1,4 +1,16 @@
-"""Routes for operators: health checks, metrics, and the state of the server."""
+"""Routes for operators: health checks, metrics, and the state of the server.
+
+Serve llama.cpp's read-only routes about the server: `GET /props` and `GET /slots`.
+
+Editors and monitors written for llama.cpp ask them for the length of the context and for free slots.  A slot of llama.cpp
+corresponds to one of the `max_num_seqs` sequences that run at once.  Slots have no state of their own here, so nothing can be
+saved to or restored from one.
+
+Serve the page at `/ui/`, and the stream of states behind it.
+
+The modules of the page are imported at its first request, so a server without viewers neither reads the files of the page nor
+spends time on its state.
+"""
 
 from collections import Counter
 from contextlib import suppress
@@ -9,14 +21,185 @@ import msgspec
 from prometheus_client.registry import Collector
 
 from trouper import __version__
+from trouper.actors.rendering.prompts.prompts import template_text
+from trouper.config.media import AUDIO, IMAGE
 from trouper.errors import EngineDeadError
 from trouper.frontends.server.admission.overload import Level
-from trouper.frontends.server.http.context import RequestContext
+from trouper.frontends.server.http.context import TEXT, RequestContext
 from trouper.frontends.server.models.metrics import Merged, ResidencyMetrics
 from trouper.frontends.server.models.residency import Residency, residency_of
 from trouper.frontends.server.service.metrics import expose
 from trouper.frontends.server.service.service import Service
-from trouper.frontends.server.shared.errors import HTTPError, unavailable
+from trouper.frontends.server.shared.errors import Headers, HTTPError, unavailable
+
+FOLDER = "/ui/"
+FILE = "/ui/{file}"
+STATE = "/ui/state"
+# The page loads its own files and asks its own server, and nothing else; no text can become markup or a script.
+POLICY = (
+    b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    b"frame-ancestors 'none'; base-uri 'none'; form-action 'none'; "
+    b"require-trusted-types-for 'script'; trusted-types 'none'"
+)
+# With every answer below /ui, errors too.
+SAFETY: Headers = (
+    (b"content-security-policy", POLICY),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+    (b"permissions-policy", b"camera=(), microphone=(), geolocation=()"),
+)
+
+
+def is_below_ui(path: str) -> bool:
+    """Return whether a path belongs to the page."""
+    return path == FOLDER[:-1] or path.startswith(FOLDER)
+
+
+async def welcome(service: Service, context: RequestContext, _: None) -> None:
+    """Answer a program with one line, and send a browser to the page.
+
+    The model is named only if no key is needed, because this route needs none.
+    """
+    headers: Headers = ((b"vary", b"accept"), (b"cache-control", b"no-store"))
+    is_browser = b"text/html" in (context.header(b"accept") or b"")
+    if is_browser and any(route.path == FOLDER for route in context.served):
+        location = (b"location", f"{context.root_path}{FOLDER}".encode())
+        await context.send_body(b"", TEXT, 307, (location, *headers))
+        return
+    hides_model = service.is_starting or bool(service.settings.api_keys)
+    what = "" if hides_model else f" with the model {service.model_names[0]}"
+    line = f"trouper {__version__} is running{what}; its OpenAI-compatible API is at /v1\n"
+    await context.send_body(line.encode(), TEXT, headers=headers)
+
+
+async def to_folder(service: Service, context: RequestContext, _: None) -> None:
+    """Redirect to the page, whose links are relative to its folder."""
+    location = (b"location", f"{context.root_path}{FOLDER}".encode())
+    await context.send_body(b"", TEXT, 307, (location,))
+
+
+async def send_file(service: Service, context: RequestContext, _: None) -> None:
+    """Send a file of the page.  Names are looked up in a table, never in the file system."""
+    from trouper.frontends.server.page.feed import find
+
+    name = context.path.removeprefix(FOLDER) or "index.html"
+    file = await anyio.to_thread.run_sync(find, name, limiter=service.threads)
+    if file is None:
+        raise HTTPError(404, "not_found", "the page has no such file")
+    headers: Headers = (
+        (b"etag", file.etag),
+        (b"cache-control", b"no-cache"),
+        (b"vary", b"accept-encoding"),
+    )
+    if file.etag in (context.header(b"if-none-match") or b""):
+        await context.send_body(b"", file.kind, 304, headers)
+    elif b"gzip" in (context.header(b"accept-encoding") or b""):
+        packed = (*headers, (b"content-encoding", b"gzip"))
+        await context.send_body(file.packed, file.kind, headers=packed)
+    else:
+        await context.send_body(file.content, file.kind, headers=headers)
+
+
+async def stream_state(service: Service, context: RequestContext, _: None) -> None:
+    """Stream the state of the server, some times a second, as server-sent events.
+
+    The frames are described on the page of documentation about this route.
+    """
+    from trouper.frontends.server.page.feed import watch
+
+    await watch(service, context)
+
+
+SLOT = "/slots/{id}"
+
+
+async def props(service: Service, context: RequestContext, _: None) -> None:
+    """Describe the model and the limits of the server in llama.cpp's form.
+
+    The model's path is its served name, because a path would only describe this machine.
+    """
+    config, tokenizer = service.config, service.engine.tokenizer
+    name = service.model_names[0]
+    special = (
+        (None, None) if tokenizer is None else (tokenizer.bos_token_id, tokenizer.eos_token_id)
+    )
+    bos, eos = ("" if id is None else service.token_text(id) for id in special)
+    await context.send_json(
+        {
+            "default_generation_settings": {
+                "n_ctx": config.max_model_len,
+                "params": dict(config.model.default_sampling),
+            },
+            "total_slots": _num_slots(service),
+            "model_alias": name,
+            "model_path": name,
+            "chat_template": _template(service),
+            "bos_token": bos,
+            "eos_token": eos,
+            "modalities": {
+                "vision": config.media is not None and config.media.modality == IMAGE,
+                "audio": config.media is not None and config.media.modality == AUDIO,
+            },
+            "is_sleeping": service.engine.lifecycle.is_sleeping,
+            "build_info": f"trouper-{__version__}",
+        }
+    )
+
+
+async def slots(service: Service, context: RequestContext, _: None) -> None:
+    """List the slots: first those of running sequences, then idle ones.
+
+    `?fail_on_no_slot=1` fails with 503 if none is idle.  Prompts and outputs are not shown.
+    """
+    num_slots, busy = _num_slots(service), _running(service)
+    must_be_free = context.query().get("fail_on_no_slot", ["0"])[0] not in ("", "0")
+    if must_be_free and len(busy) >= num_slots:
+        raise unavailable("no_slot", f"all {num_slots} slots are in use")
+    idle = [_slot(service, -1, None) for _ in range(num_slots - len(busy))]
+    await context.send_json([{"id": i, **slot} for i, slot in enumerate([*busy, *idle])])
+
+
+async def refuse_change(service: Service, context: RequestContext, _: None) -> None:  # noqa: ASYNC124  # a handler is async
+    """Refuse to change a property of the server, or to save, restore or erase a slot."""
+    text = (
+        f"{context.path} cannot be changed; prefixes of prompts are kept and reused without slots"
+    )
+    raise HTTPError(501, "not_supported", text)
+
+
+def _num_slots(service: Service) -> int:
+    return service.config.scheduler.max_num_seqs * service.config.data_parallel_size
+
+
+def _running(service: Service) -> list[dict[str, Any]]:
+    """Describe each running sequence, with the number of its request's tokens so far."""
+    engine = service.engine
+    tokens = {slot.request_id: slot.stats.num_generation_tokens for slot in engine.requests.slots}
+    found = engine.snapshot()
+    requests = {int(each.id): tokens.get(each.request_id, 0) for each in found.requests}
+    running = (id for policy in found.scheduler.policies for id in policy.running)
+    return [_slot(service, id, requests.get(id)) for id in running]
+
+
+def _slot(service: Service, id_task: int, num_tokens: int | None) -> dict[str, Any]:
+    """Describe a slot.  `num_tokens` is None for an idle slot, and for a further choice of a request."""
+    return {
+        "id_task": id_task,
+        "n_ctx": service.config.max_model_len,
+        "speculative": service.config.speculation is not None,
+        "is_processing": id_task >= 0,
+        "next_token": [{"has_next_token": id_task >= 0, "n_decoded": num_tokens or 0}],
+    }
+
+
+def _template(service: Service) -> str:
+    """Return the chat template of the server, else the model's own default one."""
+    tokenizer = service.engine.tokenizer
+    own = None if tokenizer is None else tokenizer.chat_templates.get("default")
+    return template_text(service.config.chat_template) or own or ""
+
 
 # Timeout in seconds for fresh statistics, because an ending actor may delay them.
 REFRESH_S = 1.0

@@ -2,11 +2,18 @@
 
 There is no task of its own.  All viewers wake at the same ticks of the clock; the first one of a tick makes the frame, the others
 send it too.  Without viewers nothing runs, and a viewer that reads slowly misses frames instead of queueing them.
+
+Read the files of the page once, at the first request, and keep them with their compressed forms.
+
+Only the names in `KINDS` are served, so no path of a request reaches the file system.
 """
 
+import gzip
 import math
 import time
 from collections.abc import Iterable
+from functools import cache
+from hashlib import sha256
 from pathlib import Path
 
 import anyio
@@ -29,6 +36,58 @@ from trouper.frontends.server.page.frames import (
 )
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import HTTPError, unavailable
+
+STATIC = Path(__file__).parent / "static"
+TEXT, SCRIPT = b"text/plain; charset=utf-8", b"text/javascript; charset=utf-8"
+KINDS = {
+    "index.html": b"text/html; charset=utf-8",
+    "page.css": b"text/css; charset=utf-8",
+    "mark.svg": b"image/svg+xml",
+    **dict.fromkeys(
+        (
+            "app.js",
+            "answers.js",
+            "ask.js",
+            "engine.js",
+            "images.js",
+            "numbers.js",
+            "play.js",
+            "prose.js",
+            "store.js",
+            "tables.js",
+            "vendor/htm-preact.js",
+        ),
+        SCRIPT,
+    ),
+    "vendor/LICENSES": TEXT,
+    "vendor/table.toml": TEXT,
+}
+
+
+class PageFile(msgspec.Struct, frozen=True):
+    """One file, its compressed form, and the tag by which a browser knows its version."""
+
+    content: bytes
+    packed: bytes
+    kind: bytes
+    etag: bytes
+
+
+def find(name: str) -> PageFile | None:
+    """Return a file of the page, or None for an unknown name or a file that the installation lacks."""
+    return _read(name) if name in KINDS else None
+
+
+@cache
+def _read(name: str) -> PageFile | None:
+    """Read a file of the table.  The cache holds one entry for each name in it."""
+    try:
+        content = (STATIC / name).read_bytes()
+    except OSError:
+        return None
+    tag = sha256(content).hexdigest()[:20]
+    return PageFile(content, gzip.compress(content, 9, mtime=0), KINDS[name], f'"{tag}"'.encode())
+
 
 # Each viewer has a connection with up to 64 KiB in its buffers, so these take 6 MiB.
 MAX_VIEWERS = 100

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from trouper.actors.messages.requests import RequestOptions
 from trouper.frontends.python.scoring import MixedContent, Pooled, Side
 from trouper.frontends.server.http.context import JSON
-from trouper.frontends.server.pooling.encodings import (
+from trouper.frontends.server.pooling.requests import (
     Encoding,
     as_json,
     encode,

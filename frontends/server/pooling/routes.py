@@ -35,7 +35,6 @@ from trouper.frontends.server.generation.streams import final_outputs
 from trouper.frontends.server.generation.transcript import MAX_PARTS, chat_prompt
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.headers import read_placement
-from trouper.frontends.server.pooling.encodings import COHERE_TYPES, Encoding
 from trouper.frontends.server.pooling.replies import (
     PoolingServeContext,
     Reply,
@@ -46,10 +45,12 @@ from trouper.frontends.server.pooling.replies import (
     build_scores,
 )
 from trouper.frontends.server.pooling.requests import (
+    COHERE_TYPES,
     ClassifyRequest,
     CohereEmbedRequest,
     EmbeddingRequest,
     EncodedRequest,
+    Encoding,
     InputRequest,
     PoolingRequest,
     PoolingRequestFields,

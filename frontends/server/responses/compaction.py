@@ -10,7 +10,7 @@ from trouper.frontends.server.generation.transcript import chat_prompt, seal
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.openai.tokens import conversation_ids
 from trouper.frontends.server.responses.adapter import ResponsesAdapter
-from trouper.frontends.server.responses.input_items import Page, listed
+from trouper.frontends.server.responses.conversation import Page, listed
 from trouper.frontends.server.responses.memory import recall
 from trouper.frontends.server.responses.turn import CompactRequest, ResponsesTurn
 from trouper.frontends.server.service.service import Service

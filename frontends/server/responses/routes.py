@@ -21,13 +21,13 @@ from trouper.frontends.server.responses.background import (
     BackgroundResponse,
     follow,
 )
+from trouper.frontends.server.responses.conversation import Page, listed
 from trouper.frontends.server.responses.durable import (
     forget_request,
     keep_request,
     kept_turn,
     with_seed,
 )
-from trouper.frontends.server.responses.input_items import Page, listed
 from trouper.frontends.server.responses.memory import (
     check_is_on,
     encode,

@@ -16,7 +16,7 @@ from trouper.actors.observability.metrics import LIMITS
 from trouper.actors.rendering.prompts.prompts import template_text
 from trouper.actors.replies.slot import ExpectedToken
 from trouper.config.engine_config import EngineConfig
-from trouper.config.model_files import ModelFiles
+from trouper.config.model import ModelFiles
 from trouper.errors import TrouperNotFoundError
 from trouper.frontends.dialects.answer_format import AnswerFormat
 from trouper.frontends.python.parsing import format_of

@@ -14,8 +14,7 @@ from trouper.actors.executor.runners.cpu.models import WHOLE_STEP, Share
 from trouper.actors.executor.runners.cpu.recorded_steps import ForwardOutput, RecordedDecoderSteps
 from trouper.actors.executor.sampling.sampler import Sampler
 from trouper.actors.executor.steps.adapter_heads import AdapterHeads
-from trouper.actors.executor.steps.arrays import from_numpy
-from trouper.actors.executor.steps.batch import Batch
+from trouper.actors.executor.steps.batch import Batch, from_numpy
 from trouper.kernels.codegen.recording import Arena, Lender, NotRecordableError
 
 logger = logging.getLogger(__name__)

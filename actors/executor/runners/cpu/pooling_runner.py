@@ -37,8 +37,8 @@ from trouper.actors.executor.runners.cpu.process_resources import (
 )
 from trouper.actors.executor.runners.cpu.recorded_steps import RecordedEncoderSteps
 from trouper.actors.executor.runners.cpu.unpaged_decoder import UnpagedDecoder
-from trouper.actors.executor.runners.model_runner import Profiler
-from trouper.actors.executor.steps.arrays import from_numpy
+from trouper.actors.executor.runners.resident_model import Profiler
+from trouper.actors.executor.steps.batch import from_numpy
 from trouper.actors.executor.steps.request_slots import Axes
 from trouper.actors.executor.weights.encoder import (
     Project,

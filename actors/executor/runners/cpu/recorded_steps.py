@@ -18,8 +18,7 @@ from trouper.actors.executor.models.decoder import Decoder, MixerState, StepStat
 from trouper.actors.executor.models.encoder import Encoder
 from trouper.actors.executor.models.traits import PlanKey
 from trouper.actors.executor.sampling.sampler import Sampler
-from trouper.actors.executor.steps.arrays import from_numpy
-from trouper.actors.executor.steps.batch import Batch
+from trouper.actors.executor.steps.batch import Batch, from_numpy
 from trouper.config.speculation import MAX_VERIFIED
 from trouper.kernels.codegen.recording import Arena, Recording
 from trouper.kernels.cpu.attention.varlen import Group, tiles_of

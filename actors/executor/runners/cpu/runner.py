@@ -31,8 +31,7 @@ from trouper.actors.executor.runners.cpu.models import (
 )
 from trouper.actors.executor.runners.cpu.process_resources import give_back_free_memory
 from trouper.actors.executor.runners.cpu.recorded_steps import ForwardOutput
-from trouper.actors.executor.runners.model_runner import Profiler
-from trouper.actors.executor.runners.resident_model import ResidentModel
+from trouper.actors.executor.runners.resident_model import Profiler, ResidentModel
 from trouper.actors.executor.sampling.sampler import (
     Sampled,
     Sampler,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.device import PendingResult
-from trouper.actors.executor.steps.arrays import from_numpy
+from trouper.actors.executor.steps.batch import from_numpy
 from trouper.errors import TrouperValidationError
 
 

@@ -18,7 +18,7 @@ from trouper.actors.executor.sampling.sampler import (
     token_logprobs,
     with_grammar_work,
 )
-from trouper.actors.executor.steps.arrays import from_numpy
+from trouper.actors.executor.steps.batch import from_numpy
 from trouper.actors.messages.requests import GrammarWork
 from trouper.actors.messages.steps import Sampling, StepDone, StepPlan, TokenLogprobs
 from trouper.kernels.cuda.sampling.logprobs import top_logprobs

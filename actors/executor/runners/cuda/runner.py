@@ -23,12 +23,12 @@ from tqdm import tqdm
 from trouper.actors.executor.device import DeviceInfo, PendingResult
 from trouper.actors.executor.models.decoder import LOGITS_AT_ONCE, plan_keys_of
 from trouper.actors.executor.models.native_decoder import NativeDecoder
-from trouper.actors.executor.runners.cuda.adapters import DeviceAdapters
 from trouper.actors.executor.runners.cuda.machine import CudaMachine, Graph, Machine
 from trouper.actors.executor.runners.cuda.masks import DeviceMasks
 from trouper.actors.executor.runners.cuda.readout import Readout
 from trouper.actors.executor.runners.cuda.resident import (
     GRAPH_BYTES,
+    DeviceAdapters,
     DeviceModel,
     Resident,
     kv_budget,
@@ -43,8 +43,7 @@ from trouper.actors.executor.runners.cuda.step_inputs import (
     shape_of,
 )
 from trouper.actors.executor.runners.cuda.tables import Changes, Layout, is_penalised
-from trouper.actors.executor.runners.model_runner import Profiler
-from trouper.actors.executor.runners.resident_model import ResidentModel
+from trouper.actors.executor.runners.resident_model import Profiler, ResidentModel
 from trouper.actors.executor.steps.kv_memory import kv_layout, num_kv_blocks
 from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.executor.weights.decoder import adapted_parameters
