@@ -141,8 +141,10 @@ def _rows_of(x_BLND: Tensor) -> Tensor:
     num, length, num_heads, width = x_BLND.shape
     strides = x_BLND.stride()
     is_dense = strides[2:] == (width, 1) and (num == 1 or strides[0] == length * strides[1])
+    # torch may give any stride to a dimension of one, also in a contiguous tensor.
+    stride = strides[1] if is_dense else num_heads * width
     x_BLND = x_BLND if is_dense else x_BLND.contiguous()
-    return x_BLND.as_strided((num * length, num_heads, width), (x_BLND.stride(1), width, 1))
+    return x_BLND.as_strided((num * length, num_heads, width), (stride, width, 1))
 
 
 def _native(

@@ -108,6 +108,17 @@ def test_separate_projections_equal_joined_ones(layout, dtype, tolerance):
     torch.testing.assert_close(got.reshape(140, -1), want, atol=tolerance, rtol=tolerance)
 
 
+def test_sequences_of_one_token_with_the_heads_in_front():
+    if not is_native(torch.float32, 32):
+        pytest.skip("this machine's kernels do not compute with it")
+    qkv = torch.randn(3, 3, 4, 32)
+    # A contiguous tensor whose stride of the tokens is that of the heads.
+    parts = [part.view(3, 4, 1, 32).transpose(1, 2) for part in qkv.transpose(0, 1).contiguous()]
+    got = attend_both_ways(*parts, scale=0.25)
+    want = varlen_attention_reference(qkv, [Group(0, 3, 1)], scale=0.25)
+    torch.testing.assert_close(got.reshape(3, -1), want)
+
+
 def test_the_choice_is_by_dtype_and_width():
     assert is_native(torch.float32, 32) == units.is_available()
     assert not any(is_native(torch.float32, width) for width in (8, 24, 512))
