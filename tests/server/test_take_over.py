@@ -11,6 +11,7 @@ import pytest
 from trouper.errors import TrouperValidationError
 from trouper.frontends.server.http.listeners import OpenListeners
 from trouper.frontends.server.program import hand_over
+from trouper.frontends.server.program import server as program
 from trouper.frontends.server.program.hand_over import (
     HandOver,
     Predecessor,
@@ -18,7 +19,8 @@ from trouper.frontends.server.program.hand_over import (
     offering,
     refusal_of,
 )
-from trouper.frontends.server.shared.settings import ServeSettings
+from trouper.frontends.server.service.service import Service
+from trouper.frontends.server.shared.settings import ServerSettings, ServeSettings
 
 SETTINGS = {"port": 0, "admin_uds": "/run/s", "journal": "/data/j"}
 REFUSED = {
@@ -184,6 +186,40 @@ async def test_server_outlives_a_failed_successor(world, is_ready):
 
 
 @pytest.mark.anyio
+async def test_late_successor_leaves_the_listeners(world, monkeypatch):
+    monkeypatch.setattr(hand_over, "FINISH_S", -1)
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(world.hand_over.listen)
+        predecessor = await in_thread(world.ask)
+        assert not any(sock.get_inheritable() for sock in predecessor.sockets.values())
+        listeners = OpenListeners(predecessor.sockets)
+        await in_thread(predecessor.take, b"m")
+        with pytest.raises(TrouperValidationError, match="took longer"):
+            predecessor.finish(listeners)
+        assert not listeners.owns_files
+        predecessor.close()
+        listeners.__exit__()
+        with anyio.fail_after(5):
+            await world.server.accepts.wait()
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.anyio
+async def test_silent_server_keeps_the_listeners(world, monkeypatch):
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(world.hand_over.listen)
+        predecessor = await in_thread(world.ask)
+        tasks.cancel_scope.cancel()
+    ours, silent = socket.socketpair(socket.AF_UNIX)
+    monkeypatch.setattr(hand_over, "DONE_S", 0.05)
+    predecessor.close()
+    predecessor._link = ours
+    with ours, silent, pytest.raises(TrouperValidationError, match="does not answer"):
+        await in_thread(predecessor.take, b"m")
+    OpenListeners(predecessor.sockets).__exit__()
+
+
+@pytest.mark.anyio
 async def test_refusals_reach_the_successor(world):
     async with anyio.create_task_group() as tasks:
         await tasks.start(world.hand_over.listen)
@@ -198,6 +234,7 @@ async def test_refusals_reach_the_successor(world):
         with anyio.fail_after(5):
             await world.server.accepts.wait()
         assert world.server.calls == ["stop", "close other", "reopen", "accept"]
+        assert world.listeners.owns_files
         tasks.cancel_scope.cancel()
 
 
@@ -218,6 +255,19 @@ async def test_other_users_and_strange_messages_get_nothing(world, monkeypatch):
         assert "process 4711" in world.lines[-1]
         assert world.server.calls == []
         tasks.cancel_scope.cancel()
+
+
+@pytest.mark.anyio
+async def test_server_that_shuts_down_hands_over_closed_listeners(world):
+    server = program.Server(Service(ServerSettings()), shutdown_timeout_s=0, report=print)
+    listener = world.listeners.public[0]
+    server._accepting = [(None, listener)]
+    server._start_accepting = lambda: pytest.fail("accepts after its end")
+    server._shutdown.closing.set()
+    listener.sock.close()
+    server.stop_accepting()
+    assert server._service.is_leaving
+    server.accept_again()
 
 
 def test_missing_server_is_named(tmp_path):

@@ -9,9 +9,11 @@ Laws.  Only a process of the same user gets an answer.  Until `Done`, whatever h
 After `Done` it only finishes what it has begun.
 """
 
+import math
 import os
 import socket
 import struct
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, Self
 
@@ -37,6 +39,8 @@ ANSWER_S = 10.0
 SETTLE_S = 0.2
 # Seconds for the successor to open the journal and to resume its answers.
 DONE_S = 60.0
+# The same for the successor, which gives up first: only one of them accepts.
+FINISH_S = 45.0
 CREDENTIALS = struct.Struct("3i")
 
 
@@ -256,6 +260,7 @@ class HandOver:
             await anyio.sleep(SETTLE_S)
             problem = await self._server.close_journal(fingerprint)
             if problem is not None:
+                self._listeners.owns_files = True
                 await channel.send(TakeOverRefusal("journal", problem))
                 return
             await channel.send(Released())
@@ -277,6 +282,8 @@ class Predecessor:
 
     def __init__(self, link: socket.socket, offer: Offer, sockets: Sequence[socket.socket]) -> None:
         self._link = link
+        # Until then `finish` may be called.
+        self._latest = math.inf
         self.pid = offer.pid
         self.sockets = dict(zip(offer.listeners, sockets, strict=True))
 
@@ -304,6 +311,9 @@ class Predecessor:
             if not isinstance(answer, Offer) or len(files) != len(answer.listeners):
                 raise _refused(answer)
             found = [socket.socket(fileno=file) for file in files]
+            for sock in found:
+                # No process that this one starts may keep it open.
+                sock.set_inheritable(False)
             return cls(link, answer, found)
         except TimeoutError:
             link.close()
@@ -326,19 +336,30 @@ class Predecessor:
         After the end of the running server there is nothing to wait for.
 
         Raises:
-            TrouperValidationError: it refuses.
+            TrouperValidationError: it refuses, or does not answer.
         """
         self._link.settimeout(DONE_S)
         try:
             self._link.sendall(_encode(Take(fingerprint)))
             data = self._link.recv(MAX_BYTES)
+        except TimeoutError:
+            # It may still accept.
+            raise invalid("take_over", "the running server does not answer", self.pid) from None
         except OSError:
             return
         if data and not isinstance(answer := _decode(data), Released):
             raise _refused(answer)
+        if data:
+            self._latest = time.monotonic() + FINISH_S
 
     def finish(self, listeners: OpenListeners) -> None:
-        """Let the running server leave.  It goes on if this is not called."""
+        """Let the running server leave.  It goes on if this is not called.
+
+        Raises:
+            TrouperValidationError: this comes so late that the running server may have gone on.
+        """
+        if time.monotonic() > self._latest:
+            raise invalid("take_over", f"took longer than {FINISH_S:g} s to begin", self.pid)
         listeners.owns_files = True
         try:
             self._link.sendall(_encode(Done()))
