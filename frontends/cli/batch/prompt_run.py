@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from trouper.frontends.python.async_engine import AsyncLLMEngine
 
 # Prompts open at a time (or twice max_num_seqs, if that is more); finished results wait for earlier ones.
+WINDOW = 1024
 # Images of one moment: 16 files of at most 24 MiB and their arrays.
 IMAGE_WINDOW = 16
-WINDOW = 1024
 # Later errors are only counted.
 MAX_SHOWN = 10
 # Prompts to read at a time. From a pipe it is one, because the next may arrive much later.
