@@ -1,5 +1,6 @@
 """A server passes its listeners to a successor, and goes on if the successor does not."""
 
+import errno
 import os
 import socket
 
@@ -201,6 +202,24 @@ async def test_late_successor_leaves_the_listeners(world, monkeypatch):
         listeners.__exit__()
         with anyio.fail_after(5):
             await world.server.accepts.wait()
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.anyio
+async def test_server_without_file_descriptors_goes_on(world, monkeypatch):
+    def fail():
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(world.server, "stop_accepting", fail)
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(world.hand_over.listen)
+        predecessor = await in_thread(world.ask)
+        await in_thread(predecessor.take, b"m")
+        predecessor.close()
+        OpenListeners(predecessor.sockets).__exit__()
+        await world.wait_for_lines(2)
+        assert "this server goes on" in world.lines[-1]
+        assert world.server.calls == []
         tasks.cancel_scope.cancel()
 
 

@@ -41,6 +41,8 @@ SETTLE_S = 0.2
 DONE_S = 60.0
 # The same for the successor, which gives up first: only one of them accepts.
 FINISH_S = 45.0
+# Seconds between two attempts to accept after an error.
+RETRY_S = 1.0
 CREDENTIALS = struct.Struct("3i")
 
 
@@ -218,7 +220,14 @@ class HandOver:
         async with await SocketListener.from_socket(self._offered.dup()) as listener:
             task_status.started()
             while not self.is_done:
-                async with await listener.accept() as stream:
+                try:
+                    stream = await listener.accept()
+                except OSError as error:
+                    # Connections may have taken all file descriptors.
+                    self._report(f"another process cannot ask for the listeners: {error}")
+                    await anyio.sleep(RETRY_S)
+                    continue
+                async with stream:
                     assert isinstance(stream, UNIXSocketStream)
                     await self._attend(stream)
         self._offered.close()
@@ -235,7 +244,7 @@ class HandOver:
                 asked = await channel.receive()
             if isinstance(asked, Ask):
                 await self._answer(channel, asked)
-        except (anyio.EndOfStream, anyio.BrokenResourceError, TimeoutError, ValueError) as error:
+        except (anyio.EndOfStream, anyio.BrokenResourceError, OSError, ValueError) as error:
             self._listeners.owns_files = True
             self._report(f"process {pid} has not taken over, this server goes on: {error!r}")
 

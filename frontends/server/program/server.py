@@ -368,15 +368,14 @@ class Server:
         return {listener.option: listener.sock for _, listener in self._accepting}
 
     def stop_accepting(self) -> None:
+        # After a signal they have ended, and with them the sockets.
+        if not self._shutdown.closing.is_set():
+            # Their ends close the sockets, and they may have to be served again.
+            copies = [(app, replace(each, sock=each.sock.dup())) for app, each in self._accepting]
+            self._shutdown.leaving.set()
+            self._shutdown = replace(self._shutdown, leaving=anyio.Event())
+            self._accepting = copies
         self._service.is_leaving = True
-        if self._shutdown.closing.is_set():
-            # A signal has ended the listeners, and with them the sockets.
-            return
-        # Their ends close the sockets, and they may have to be served again.
-        copies = [(app, replace(each, sock=each.sock.dup())) for app, each in self._accepting]
-        self._shutdown.leaving.set()
-        self._shutdown = replace(self._shutdown, leaving=anyio.Event())
-        self._accepting = copies
 
     def accept_again(self) -> None:
         self._service.is_leaving = False
