@@ -5,14 +5,20 @@ import random
 from contextlib import contextmanager
 
 import anyio
+import anyio.lowlevel
 import msgspec
 import pytest
 
+from trouper.frontends.dialects.answer_format import AnswerFormat
 from trouper.frontends.server.durable.journal import Journal
 from trouper.frontends.server.durable.segments import Segments
-from trouper.frontends.server.durable.streams import DurableStream, DurableStreams
-from trouper.frontends.server.generation.durable import StreamRun
+from trouper.frontends.server.durable.streams import DurableStream, DurableStreams, answer_digest
+from trouper.frontends.server.generation.durable import StreamRun, start_recovered
 from trouper.frontends.server.generation.token_keeper import TokenKeeper
+from trouper.frontends.server.http.context import RequestContext
+from trouper.frontends.server.service.background import BackgroundTasks
+from trouper.frontends.server.shared.errors import HTTPError
+from trouper.params import SamplingParams
 
 from .lives import lives_on, until
 from .test_journal import MODEL, SimulatedDisk
@@ -467,3 +473,41 @@ async def test_recovered_streams_wait_for_room(life):
             assert answer.status == 200, answer.body
             assert answer.body.endswith(b"[DONE]\n\n")
         assert client.service.journal.streams.num_resumed == 5
+
+
+class Full:
+    """A server without room."""
+
+    def __init__(self):
+        self.background = BackgroundTasks()
+
+    def enter(self, _):
+        raise HTTPError(503, "overloaded", "full")
+
+
+async def test_readers_do_not_wait_for_an_answer_that_is_cut_before_it_begins():
+    service, stream = Full(), DurableStream("one", b"", "/v1/completions", b"", b"", 0.0)
+    context = RequestContext(
+        {"path": "/v1/completions", "method": "POST", "headers": []}, None, None
+    )
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(service.background.run_tasks)
+        start_recovered(service, context, "one", None, lambda: stream.end(1.0, is_cut=True))
+        await anyio.lowlevel.checkpoint()
+        service.background.cancel("one")
+        with anyio.fail_after(5):
+            await stream.wait_head()
+        assert stream.is_cut
+        tasks.cancel_scope.cancel()
+
+
+class LaterParams(SamplingParams):
+    one_more: float = 0.0
+
+
+def test_answers_go_on_in_a_version_with_more_parameters():
+    digests = [
+        answer_digest(kind(top_k=5), AnswerFormat(), 64) for kind in (SamplingParams, LaterParams)
+    ]
+    assert digests[0] == digests[1]
+    assert answer_digest(SamplingParams(top_k=6), AnswerFormat(), 64) != digests[0]

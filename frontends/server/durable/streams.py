@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Self
 
 import anyio
 import msgspec
+from msgspec.structs import asdict
 
 from trouper.frontends.dialects.answer_format import AnswerFormat
 from trouper.frontends.server.durable.frames import PART_BYTES
@@ -362,9 +363,11 @@ def answer_digest(params: SamplingParams, answers: AnswerFormat, max_model_len: 
     """Return a digest of what decides about one answer besides its model, its prompt and its adapter.
 
     The server's own options give defaults for a request, so a later server may resolve the same body to something else.
+    Fields with their defaults do not count, because a later version may have more of them.
     """
-    tools = None if answers.tools is None else answers.tools.name
-    return digest_of((params, tools, answers.reasoning, max_model_len))
+    tools, usual = None if answers.tools is None else answers.tools.name, type(params)()
+    given = {name: value for name, value in asdict(params).items() if value != getattr(usual, name)}
+    return digest_of((given, tools, answers.reasoning, max_model_len))
 
 
 def _text_of(value: object) -> str:

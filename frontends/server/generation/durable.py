@@ -449,6 +449,7 @@ def _begin_again(
             context,
             name,
             StreamRun(service, stream, saved, context, route, record).perform,
+            lambda: stream.end(time.time(), is_cut=True),
         )
         return
     with ExitStack() as resources:
@@ -463,22 +464,32 @@ def start_recovered(
     context: RequestContext,
     name: str,
     perform: Callable[[ExitStack], Awaitable[None]],
+    cut: Callable[[], None],
 ) -> None:
     """Start the work for an answer of an earlier process: at once, or when the limits leave room for it.
 
     They may be lower than those of the earlier process, which has promised the answer.
+
+    Args:
+        cut: called if the work is cancelled before there is room: the readers must not wait any longer.
     """
 
     async def perform_later() -> None:
-        with ExitStack() as resources:
-            while context.ticket is None:
-                await anyio.sleep(ROOM_S)
-                try:
-                    context.ticket = resources.enter_context(service.enter(context))
-                except HTTPError:
-                    # The server is full.
-                    continue
-            await perform(resources.pop_all())
+        has_begun = False
+        try:
+            with ExitStack() as resources:
+                while context.ticket is None:
+                    await anyio.sleep(ROOM_S)
+                    try:
+                        context.ticket = resources.enter_context(service.enter(context))
+                    except HTTPError:
+                        # The server is full.
+                        continue
+                has_begun = True
+                await perform(resources.pop_all())
+        finally:
+            if not has_begun:
+                cut()
 
     with ExitStack() as resources:
         try:

@@ -88,6 +88,13 @@ class BackgroundResponse:
                 self._service.journal.streams.note_end(self.name, time.time())
                 await self._service.journal.note_end(self.name, failure)
 
+    def cut(self) -> None:
+        """End the readers of a response that this process does not begin."""
+        log = self._service.responses.log(self.name)
+        if log is not None:
+            log.is_cut = True
+            log.close()
+
     async def _generate(self) -> None:
         self._put({**self._response, "status": "in_progress"})
         with anyio.move_on_after(self._context.timeout_s) as deadline:

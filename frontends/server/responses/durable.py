@@ -205,7 +205,7 @@ def _resume(service: Service, name: str, record: StreamRecord) -> None:
     response = BackgroundResponse(service, context, turn, driver)
     response.notes_end = record.ended is None
     response.queue()
-    start_recovered(service, context, name, response.perform)
+    start_recovered(service, context, name, response.perform, response.cut)
 
 
 async def _check_same(saved: SavedRequest, now: SavedIdentity) -> None:  # noqa: ASYNC124  # a driver awaits it
