@@ -77,7 +77,7 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True):
             raise invalid("min_count", "must be at least 2", self.min_count)
 
 
-class SamplingParams(DeviceFields):
+class SamplingParams(DeviceFields, kw_only=True):
     """Parameters of how one request is sampled, stopped and returned.
 
     Names and defaults are vLLM's.  `stop` accepts up to 64 strings and `bad_words` up to 128, each

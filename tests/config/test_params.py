@@ -135,6 +135,12 @@ def cases(table):
     return [(name, value) for name, values in table.items() for value in values]
 
 
+def test_parameters_have_names():
+    # The order of the fields says nothing, so a value without a name would set any of them.
+    with pytest.raises(TypeError):
+        SamplingParams(1, 0.5)
+
+
 def test_every_field_has_its_default():
     params = SamplingParams()
     fields = {name: getattr(params, name) for name in params.__struct_fields__}
