@@ -39,8 +39,10 @@ NOT_SHAPING_OF_MODEL = frozenset(
 NOT_SHAPING_OF_MEDIA = frozenset({
     "folder", "max_items", "processor_cache_bytes", "encoder_cache_bytes", "processor_kwargs", "in_process", "sources",
 })  # fmt: skip
-# Packages whose code computes KV, or the arrays of images.
-PACKAGES = "torch", "numpy", "llvmlite", "transformers", "peft", "pillow", "torchvision"
+# Packages whose code computes KV, or the arrays of images and recordings.
+PACKAGES = (
+    "torch", "numpy", "llvmlite", "transformers", "peft", "pillow", "torchvision", "soundfile", "soxr",
+)  # fmt: skip
 # Folders with trouper's own code that does.
 FOLDERS = "kernels", "actors/executor", "actors/rendering/media"
 PIECE_BYTES = 2**22
