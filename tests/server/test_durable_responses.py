@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from trouper.frontends.server.durable import journal
+from trouper.frontends.server.responses import routes
 
 from .lives import lives_on, until
 from .test_journal import SimulatedDisk
@@ -215,6 +216,29 @@ async def test_background_responses_with_one_key_run_once(life):
                 tasks.start_soon(ask, client)
         assert len(set(names)) == 1
         assert len(client.service.journal.streams) == 1
+
+
+async def test_other_body_with_the_same_key_is_refused_at_the_same_time(life, monkeypatch):
+    found, key, has_begun = {}, [("idempotency-key", "one")], anyio.Event()
+    recall = routes.recall
+
+    async def recall_slowly(service, context, request):
+        if request.input == "first":
+            has_begun.set()
+            await until(lambda: "second" in found)
+        return await recall(service, context, request)
+
+    monkeypatch.setattr(routes, "recall", recall_slowly)
+
+    async def ask(client, text):
+        body = {**SAMPLED, "input": text, "stream": False}
+        found[text] = (await client.post(PATH, body, key)).status
+
+    async with life() as client, anyio.create_task_group() as tasks:
+        tasks.start_soon(ask, client, "first")
+        await has_begun.wait()
+        await ask(client, "second")
+    assert found == {"second": 200, "first": 422}
 
 
 async def test_refused_background_response_is_not_kept(life, monkeypatch):

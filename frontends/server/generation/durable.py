@@ -119,7 +119,7 @@ async def read_durable(
         context.own_headers += (NO,)
         return None
     digest = await _digest(service, route.path, body)
-    found = _repeated(service, context, key, digest)
+    found = find_repeated(service, context, key, digest)
     if found is not None:
         return found
     # The journal repeats everything in a new file, and base64 becomes no longer there.
@@ -131,7 +131,7 @@ async def read_durable(
     return DurableRequest(bytes(body), key, digest)
 
 
-def _repeated(
+def find_repeated(
     service: Service, context: RequestContext, key: bytes, digest: bytes
 ) -> DurableStream | None:
     """Return the stream of an earlier request with the same key.  Raises HTTPError (422) if its body was another one."""
@@ -166,7 +166,7 @@ async def _start_stream(
 ) -> None:
     """Start the answer to a durable request, and send it to its client as to any other reader."""
     # Another request with the same key may have come while this one was decoded.
-    stream = _repeated(service, context, asked.key, asked.digest)
+    stream = find_repeated(service, context, asked.key, asked.digest)
     handler = route.handler
     if stream is None and getattr(request, "background", None):
         # The API's own task answers it.

@@ -18,6 +18,7 @@ from trouper.frontends.server.generation.driver import Driver, prepare
 from trouper.frontends.server.generation.durable import (
     SavedIdentity,
     check_same,
+    find_repeated,
     identity_of,
     start_recovered,
 )
@@ -67,7 +68,7 @@ async def keep_request(
     Returns the entry of an earlier request with the same key, if there is one; then nothing is written.
 
     Raises:
-        HTTPError: the journal cannot be written, or has no room.
+        HTTPError: the journal cannot be written, or has no room; or the key belongs to another request.
     """
     journal = service.journal
     assert journal is not None
@@ -81,7 +82,8 @@ async def keep_request(
         stream.id, stream.owner, msgspec.msgpack.encode(saved), "", stream.key, stream.digest,
         journal.fingerprint, stream.at,
     )  # fmt: skip
-    earlier = journal.streams.repeated(stream.owner, stream.key) if stream.key else None
+    # One may have come while the conversation was read.
+    earlier = find_repeated(service, context, stream.key, stream.digest)
     if earlier is not None:
         return earlier
     # Another request with the same key finds it from now on, and waits until it is kept.
