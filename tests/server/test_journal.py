@@ -4,6 +4,7 @@ A schedule plays several lives of a server.  In each, requests arrive, tokens ar
 at the end the process is killed or the power fails.  One seed plays one schedule.
 """
 
+import errno
 import os
 import random
 import threading
@@ -572,7 +573,7 @@ async def test_lent_journal_comes_back_with_everything(tmp_path):
         await journal.admit(Admitted("a", b"", b"{}"))
         with pytest.raises(TrouperValidationError, match="--take-over"):
             FolderDisk(str(tmp_path))
-        await journal.lend()
+        assert await journal.lend()
         other = folder_journal(tmp_path)
         assert set(other.recovered) == {"a"}
         writers.start_soon(journal.admit, Admitted("b", b"", b"{}"))
@@ -584,6 +585,48 @@ async def test_lent_journal_comes_back_with_everything(tmp_path):
         writers.cancel_scope.cancel()
     journal._segments.release()
     assert set(folder_journal(tmp_path).recovered) == {"a", "b", "c"}
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("has_failed", [False, True])
+async def test_journal_that_cannot_be_written_is_not_lent(tmp_path, monkeypatch, has_failed):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "no space left")
+
+    journal = folder_journal(tmp_path)
+    async with trio.open_nursery() as writers:
+        await writers.start(journal.run_writer)
+        await journal.admit(Admitted("a", b"", b"{}"))
+        monkeypatch.setattr(FolderDisk, "write", fail)
+        if has_failed:
+            assert not await journal.admit(Admitted("b", b"", b"{}"))
+        else:
+            journal._add((Gone("a"),))
+        assert not await journal.lend()
+        with pytest.raises(TrouperValidationError, match="in use"):
+            FolderDisk(str(tmp_path))
+        monkeypatch.undo()
+        writers.cancel_scope.cancel()
+    journal._segments.release()
+
+
+@pytest.mark.trio
+async def test_refused_take_over_leaves_no_record_waiting(tmp_path):
+    journal, is_written = folder_journal(tmp_path), trio.Event()
+
+    async def delete():
+        await journal.delete("a")
+        is_written.set()
+
+    async with trio.open_nursery() as writers:
+        writers.start_soon(delete)
+        await trio.testing.wait_all_tasks_blocked()
+        journal.take_back()
+        await writers.start(journal.run_writer)
+        with trio.fail_after(5):
+            await is_written.wait()
+        writers.cancel_scope.cancel()
+    journal._segments.release()
 
 
 @pytest.mark.trio

@@ -34,6 +34,8 @@ STALL_S = 0.25
 ADMIT_S = 10.0
 # Seconds between two attempts to write after a failure.
 RETRY_S = 10.0
+# Seconds between two looks whether a slow disk has caught up.
+LOOK_S = 0.05
 # Seconds between two log lines about a slow disk.
 TELL_S = 60.0
 # Seconds between two searches for streams to remove.
@@ -182,19 +184,30 @@ class Journal:
         """Write that a stream was deleted or has failed before its answer began, so that no later process finds it."""
         await self.write(Gone(id))
 
-    async def lend(self) -> None:
-        """Write what was handed in, and give the folder to another server.  Records wait in memory until the next call."""
+    async def lend(self) -> bool:
+        """Write what was handed in, and give the folder to another server.  Records wait in memory until the next call.
+
+        Returns False, and keeps the folder, if the disk does not take them: the other server would not find them.
+        """
+        with anyio.move_on_after(ADMIT_S):
+            while self._is_behind:  # noqa: ASYNC110  # the writer's state, which nothing else waits for
+                await anyio.sleep(LOOK_S)
+        if not self.is_working:
+            return False
         with anyio.CancelScope(shield=True):
             await self._write_pending()
+            if self._has_failed:
+                return False
             self._is_lent = True
             # Tokens go on meanwhile.
             self._pending.released.set()
             # Writes that were begun before are in front of it.
             await anyio.to_thread.run_sync(self._release, limiter=self._one_thread)
+        return True
 
     def take_back(self) -> None:
-        """Write again, in a new segment: the other server has not gone on."""
-        if not self._is_given:
+        """Write again, in a new segment: the other server has not gone on.  Does nothing if the folder is not lent."""
+        if self._is_lent and not self._is_given:
             self._is_lent = False
             self._pending.released = anyio.Event()
             self._news.set()

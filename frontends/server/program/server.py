@@ -389,7 +389,8 @@ class Server:
         num_running = journal.streams.count()["running"]
         if num_running and fingerprint != journal.fingerprint:
             return f"{num_running} answers of another model are running; the same model goes on with them"
-        await journal.lend()
+        if not await journal.lend():
+            return "cannot be written at present, so durable answers would be lost; try again later"
         return None
 
     def reopen_journal(self) -> None:
