@@ -289,6 +289,16 @@ async def test_server_that_shuts_down_hands_over_closed_listeners(world):
     server.accept_again()
 
 
+@pytest.mark.anyio
+async def test_question_that_is_not_understood_is_an_error_of_the_option(world, monkeypatch):
+    monkeypatch.setattr(hand_over, "_encode", lambda _: b"{}\n")
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(world.hand_over.listen)
+        with pytest.raises(TrouperValidationError, match="has given no sockets"):
+            await in_thread(world.ask)
+        tasks.cancel_scope.cancel()
+
+
 def test_missing_server_is_named(tmp_path):
     with pytest.raises(TrouperValidationError, match="take_over: no running server"):
         Predecessor.ask(str(tmp_path / "s"), described())

@@ -316,7 +316,8 @@ class Predecessor:
                 raise invalid("take_over", f"the server belongs to user {uid}", path)
             link.sendall(_encode(asked))
             data, files, _, _ = socket.recv_fds(link, MAX_BYTES, MAX_SOCKETS)
-            answer = _decode(data)
+            # Nothing comes from a server that does not understand the question.
+            answer = _decode(data) if data else None
             if not isinstance(answer, Offer) or len(files) != len(answer.listeners):
                 raise _refused(answer)
             found = [socket.socket(fileno=file) for file in files]
@@ -420,7 +421,7 @@ def _decode(data: bytes) -> Message:
         raise ValueError(str(error)) from None
 
 
-def _refused(answer: Message) -> TrouperValidationError:
+def _refused(answer: Message | None) -> TrouperValidationError:
     if isinstance(answer, TakeOverRefusal):
         return invalid(answer.parameter, answer.message)
     return invalid("take_over", "the running server has given no sockets")
