@@ -437,6 +437,13 @@ class CancelledStep(trio.abc.Instrument):
                 self.scope.cancel()
 
 
+async def until(holds):
+    """Wait for what gives no sign when it happens."""
+    with trio.fail_after(30):
+        while not holds():  # noqa: ASYNC110
+            await trio.sleep(0.001)
+
+
 @pytest.mark.trio
 @pytest.mark.parametrize("number", range(7))
 async def test_cancelled_writer_writes_what_it_has_taken(disk, number):
@@ -447,16 +454,16 @@ async def test_cancelled_writer_writes_what_it_has_taken(disk, number):
             tasks.start_soon(journal.write, Admitted(stream, b"", b"{}"))
             handed.append(stream)
 
-        async def write(task_status=trio.TASK_STATUS_IGNORED):
+        async def write():
             cancelled = CancelledStep(trio.lowlevel.current_task(), writers.cancel_scope, number)
             trio.lowlevel.add_instrument(cancelled)
             try:
-                await journal.run_writer(task_status=task_status)
+                await journal.run_writer()
             finally:
                 trio.lowlevel.remove_instrument(cancelled)
 
         hand_in("a")
-        await writers.start(write)
+        writers.start_soon(write)
         while not writers.cancel_scope.cancel_called:
             hand_in(f"{len(handed)}")
             await trio.testing.wait_all_tasks_blocked()
@@ -505,8 +512,7 @@ async def test_stalled_disk_delays_no_token(stalled):
         await journal.write(Tokens("a", 0, [1], prompt_token_ids=[1]))
         assert not admitted
         go_on(10)
-        while not admitted:
-            await trio.lowlevel.checkpoint()
+        await until(lambda: admitted)
         assert admitted == [True]
         assert journal.is_working
         writers.cancel_scope.cancel()
@@ -519,8 +525,7 @@ async def test_tokens_wait_again_after_a_stall(stalled, disk, monkeypatch):
         await writers.start(journal.run_writer)
         await journal.write(Admitted("a", b"", b"{}"))
         go_on(10)
-        while not journal.is_working:
-            await trio.lowlevel.checkpoint()
+        await until(lambda: journal.is_working)
         await journal.write(Tokens("a", 0, [1], prompt_token_ids=[1]))
         found = records.recover(map(frames.scan, (file.data for file in disk.files.values())))
         assert found["a"].num_tokens == 1
@@ -542,14 +547,12 @@ async def test_writes_go_on_while_the_disk_syncs(disk, monkeypatch):
     async with trio.open_nursery() as writers:
         await writers.start(journal.run_writer)
         await journal.write(Admitted("a", b"", b"{}"))
-        while not begun.is_set():
-            await trio.lowlevel.checkpoint()
+        await until(lambda: begun.is_set())
         await journal.write(Admitted("b", b"", b"{}"))
         assert journal.is_working
         monkeypatch.setattr(disk, "sync", right)
         syncs.set()
-        while not journal.errors:
-            await trio.lowlevel.checkpoint()
+        await until(lambda: journal.errors)
         # What a failed sync may have lost is in a new file.
         await journal.write(Admitted("c", b"", b"{}"))
         writers.cancel_scope.cancel()

@@ -91,7 +91,7 @@ async def keep_request(
     try:
         await _admit(journal, record)
     except BaseException as error:
-        await forget_request(journal, stream.id, error)
+        await forget_request(journal, stream.id, error)  # noqa: ASYNC102  # waits only after its record is handed in
         raise
     keep_tokens(service, driver, stream.id)
     return None

@@ -228,7 +228,8 @@ async def _start(
                 service.journal.streams.note_begin(response.name)
         except BaseException as error:
             if service.journal is not None:
-                await forget_request(service.journal, driver.adapter.response["id"], error)
+                name = driver.adapter.response["id"]
+                await forget_request(service.journal, name, error)  # noqa: ASYNC102  # waits only after its record is handed in
             raise
         return queued
 
