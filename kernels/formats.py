@@ -18,4 +18,4 @@ LIMIT = 127.0
 # fp4 is stored as codes.
 CENTRES: dict[Format, int] = {"int4": 8, "int5": 16, "int6": 32, "int8": 0, "fp4": 0}
 # What products of bytes add to weights of this format, because one of the two factors must not have a sign.
-OFFSETS: dict[Format, int] = CENTRES | {"int8": 128, "fp4": 12}
+OFFSETS: dict[Format, int] = {**CENTRES, "int8": 128, "fp4": 12}

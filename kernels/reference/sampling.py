@@ -35,20 +35,32 @@ class RowParameter(NamedTuple):
     may_forbid: bool = False
 
 
+def _seed(sampling: Any) -> int:
+    return sampling.seed % 2**64
+
+
+def _log_min_p(sampling: Any) -> float:
+    return math.log(sampling.min_p) if sampling.min_p else -math.inf
+
+
+def _top_k(sampling: Any) -> int:
+    return min(max(sampling.top_k, 0), NO_TOP_K)
+
+
 PARAMETERS = {
-    "seed": RowParameter(np.uint64, lambda s: s.seed % 2**64),
+    "seed": RowParameter(np.uint64, _seed),
     # 0 is greedy.
     "temperature": RowParameter(np.float32, attrgetter("temperature")),
     # In (0, 1].
     "top_p": RowParameter(np.float32, attrgetter("top_p"), neutral=1, may_forbid=True),
     "log_min_p": RowParameter(
         np.float32,
-        lambda s: math.log(s.min_p) if s.min_p else -math.inf,
+        _log_min_p,
         neutral=-math.inf,
         may_forbid=True,
     ),
     # A number that is at least the size of the vocabulary forbids nothing either.
-    "top_k": RowParameter(np.int32, lambda s: min(max(s.top_k, 0), NO_TOP_K), may_forbid=True),
+    "top_k": RowParameter(np.int32, _top_k, may_forbid=True),
     # The CPU writes 0 for a row that it has edited, and the kernel then skips the test for finite logits, too.
     "repetition": RowParameter(np.float32, attrgetter("repetition"), neutral=1),
     # The CPU subtracts these before its kernel runs.
