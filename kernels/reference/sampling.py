@@ -146,8 +146,8 @@ def apply_repetition_penalty_reference_(
         logits_V[ids] = np.where(logits > 0, logits / penalty, logits * penalty)
 
 
-def top_k_top_p_reference(logits_V: np.ndarray, row: np.void) -> np.ndarray:
-    """Return which tokens may be drawn, computed by a stable sort in float64.
+def top_k_top_p_reference(logits_V: np.ndarray, row: Any) -> np.ndarray:
+    """Return which tokens may be drawn, computed by a stable sort in float64.  `row` has the numbers of a `ROW` by name.
 
     Tests compare the kernels' selection without a sort with it.
     """

@@ -206,7 +206,7 @@ def test_commands_embed_and_score_files(tmp_path):
         return code, [json.loads(each) for each in out.read_text().splitlines()]
 
     code, (first, third, second) = run("embed", TEXTS[0], "--image", str(broken))
-    assert code == 1
+    assert code == 2  # a file is wrong
     assert torch.allclose(torch.tensor(first["embed"]), towers.text(TEXTS[0]), atol=1e-5)
     assert torch.allclose(torch.tensor(second["embed"]), towers.image(PICTURES[0]), atol=1e-5)
     assert (second["text"], third["text"]) == (str(image), str(broken))

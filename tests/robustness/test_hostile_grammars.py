@@ -112,7 +112,7 @@ async def test_random_grammars_cost_no_worker_or_stream():
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 async def test_many_drawn_grammars_cost_no_worker():
-    siege = Siege(int(os.environ.get("HOSTILE_GRAMMARS", "300")))
+    siege = Siege(int(os.environ.get("HOSTILE_GRAMMARS", "150")))
     await siege.run(16)
     found = sorted(siege.silences)
     print(json.dumps({"p99": found[int(len(found) * 0.99)], "worst": found[-1]}))

@@ -50,7 +50,7 @@ async def test_streams_that_run_across_attack_say_what_they_always_say(client, w
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(("flags", "stride"), [([], 1), (["-O"], 5)], ids=["default", "optimized"])
+@pytest.mark.parametrize(("flags", "stride"), [([], 1), (["-O"], 20)], ids=["default", "optimized"])
 def test_server_process_stands_it_all_and_canaries_sing_on(flags, stride):
     suite, heard, different, is_idle = attack(*flags, stride=stride)
     assert not suite.failures

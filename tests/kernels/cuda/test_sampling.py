@@ -24,7 +24,7 @@ from trouper.kernels.cuda.sampling.sampling_rows import NEVER, SamplingRows, mak
 from trouper.kernels.cuda.sampling.top_k_top_p import top_k_top_p
 from trouper.kernels.reference.noise import gumbel as gumbel_of_the_cpu_path
 from trouper.kernels.reference.noise import row_keys as row_keys_of_the_cpu_path
-from trouper.kernels.reference.sampling import ROW, row_of, top_k_top_p_reference
+from trouper.kernels.reference.sampling import PARAMETERS, ROW, row_of, top_k_top_p_reference
 
 
 @triton.jit
@@ -189,7 +189,8 @@ def place(rows, row, s, prompt, outputs):
 
 def kept_of(scaled_V, s):
     """The tokens that may be drawn, of logits already divided by the temperature."""
-    row = np.array([row_of(msgspec.structs.replace(s, temperature=1.0))], dtype=ROW)[0]
+    # Numbers of Python, because a top-p rounded to float32 may be on the other side of a sum of equal logits.
+    row = dict(zip(PARAMETERS, row_of(msgspec.structs.replace(s, temperature=1.0)), strict=True))
     return torch.from_numpy(top_k_top_p_reference(scaled_V.numpy(), row))
 
 

@@ -79,7 +79,8 @@ def _gemma1(config: HfConfig) -> DecoderTraits:
         attention_scale=head_dim**-0.5,
         # The first releases contain "gelu" but were trained with its tanh approximation.
         activation=activation_of({"hidden_act": GELU_TANH if act in (None, "gelu") else act}),
-        is_causal=not config.get("use_bidirectional_attention"),
+        is_causal=not config.get("use_bidirectional_attention")
+        and config.get("is_causal") is not False,
     )
 
 
