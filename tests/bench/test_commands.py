@@ -227,6 +227,7 @@ def test_every_operation_is_right_and_has_its_figures(report, dtype):
         assert record["error"] <= TOLERANCE[getattr(torch, dtype)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_every_triton_kernel_is_right_and_has_its_figures(report):
     """On the device that there is; without one the interpreter takes its place."""

@@ -218,7 +218,7 @@ async def test_background_responses_with_one_key_run_once(life):
         assert len(client.service.journal.streams) == 1
 
 
-async def test_other_body_with_the_same_key_is_refused_at_the_same_time(life, monkeypatch):
+async def test_other_body_with_same_key_is_refused_meanwhile(life, monkeypatch):
     found, key, has_begun = {}, [("idempotency-key", "one")], anyio.Event()
     recall = routes.recall
 

@@ -14,7 +14,6 @@ from trouper.frontends.server.durable.journal import Journal
 from trouper.frontends.server.durable.segments import Segments
 from trouper.frontends.server.durable.streams import DurableStream, DurableStreams, answer_digest
 from trouper.frontends.server.generation.durable import StreamRun, start_recovered
-from trouper.frontends.server.generation.token_keeper import TokenKeeper
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.service.background import BackgroundTasks
 from trouper.frontends.server.shared.errors import HTTPError
@@ -436,10 +435,6 @@ def seed_is_not_kept(patch):
     patch.setattr(StreamRun, "attach", attach)
 
 
-def tokens_are_fed_twice(patch):
-    patch.setattr(TokenKeeper, "open_choices", lambda self: dict.fromkeys(self._ids, ()))
-
-
 PLANTED = [
     (owner_is_not_compared, test_key_belongs_to_one_body_and_owner, {}),
     (body_is_not_compared, test_key_belongs_to_one_body_and_owner, {}),
@@ -448,7 +443,6 @@ PLANTED = [
     (reader_does_not_stop_the_grace, test_reader_keeps_an_answer, {}),
     (failing_journal_is_not_told, test_failing_journal_is_told, {"disk", "monkeypatch"}),
     (seed_is_not_kept, test_lost_tail_is_sampled_again, {"disk"}),
-    (tokens_are_fed_twice, test_lost_tail_is_sampled_again, {"disk"}),
 ]
 
 
@@ -488,7 +482,7 @@ class Full:
         raise HTTPError(503, "overloaded", "full")
 
 
-async def test_readers_do_not_wait_for_an_answer_that_is_cut_before_it_begins():
+async def test_readers_of_a_cut_answer_do_not_wait():
     service, stream = Full(), DurableStream("one", b"", "/v1/completions", b"", b"", 0.0)
     context = RequestContext(
         {"path": "/v1/completions", "method": "POST", "headers": []}, None, None

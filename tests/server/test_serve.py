@@ -33,7 +33,7 @@ def streaming(server, **fields):
     return connection, answer, first
 
 
-@pytest.mark.parametrize("loop", ["trio", "asyncio"])
+@pytest.mark.parametrize("loop", [pytest.param("trio", marks=pytest.mark.slow), "asyncio"])
 def test_sigterm_gives_open_requests_their_final_output_and_exits_0(loop):
     with started("--loop", loop) as server:
         connection, answer, first = streaming(server)

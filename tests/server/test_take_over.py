@@ -290,7 +290,7 @@ async def test_server_that_shuts_down_hands_over_closed_listeners(world):
 
 
 @pytest.mark.anyio
-async def test_question_that_is_not_understood_is_an_error_of_the_option(world, monkeypatch):
+async def test_unknown_question_is_an_error_of_the_option(world, monkeypatch):
     monkeypatch.setattr(hand_over, "_encode", lambda _: b"{}\n")
     async with anyio.create_task_group() as tasks:
         await tasks.start(world.hand_over.listen)
