@@ -402,7 +402,7 @@ async def _tracing(
         yield None
         return
     try:
-        from trouper.actors.observability.observer import Tracer, otlp_processor
+        from trouper.actors.observability.tracing import Tracer, otlp_processor
 
         processor = processor or otlp_processor(config.otlp_traces_endpoint)
     except ImportError as error:

@@ -163,7 +163,7 @@ async def test_a_missing_package_names_the_extra(missing, monkeypatch):
     for name in [
         name
         for name in sys.modules
-        if name.startswith((missing, "trouper.actors.observability.observer"))
+        if name.startswith((missing, "trouper.actors.observability.tracing"))
     ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
@@ -176,7 +176,7 @@ async def test_without_an_endpoint_opentelemetry_is_not_even_imported(autojump_c
     for name in [
         name
         for name in sys.modules
-        if name.startswith(("opentelemetry", "trouper.actors.observability.observer"))
+        if name.startswith(("opentelemetry", "trouper.actors.observability.tracing"))
     ]:
         monkeypatch.delitem(sys.modules, name)
     async with tracing_engine(None, endpoint=None) as engine:

@@ -2,8 +2,14 @@
 
 import subprocess
 import sys
+import tomllib
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import trouper
 
@@ -54,6 +60,40 @@ def test_the_cpu_path_does_without_llvmlite():
     assert "llvmlite" in loaded_after(
         f"{absent}; import trouper.actors.executor.runners.cpu.runner"
     )  # as None
+
+
+def packages_of_extras():
+    """The packages that only extras install: no requirement of the base leads to them."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    left, base = list(project["dependencies"]), set()
+    while left:
+        requirement = Requirement(left.pop())
+        name = canonicalize_name(requirement.name)
+        if name in base or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+            continue
+        base.add(name)
+        with suppress(metadata.PackageNotFoundError):
+            left += metadata.requires(name) or ()
+    return {
+        package
+        for package, owners in metadata.packages_distributions().items()
+        if not base.intersection(map(canonicalize_name, owners))
+    } - {"trouper", "pip", "setuptools", "pkg_resources", "_distutils_hack"}
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        'assert run_line(["generate", "def f(", "--max-tokens", "1"]) == 0',
+        "import trouper.frontends.server.asgi.app, trouper.actors.engine.wiring",
+    ],
+    ids=["generate", "server"],
+)
+def test_base_install_suffices(job):
+    blocked = sorted(packages_of_extras())
+    assert "opentelemetry" in blocked
+    code = f"import sys\nfor name in {blocked!r}: sys.modules[name] = None\nfrom trouper.frontends.cli.main import run_line\n{job}"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
 def test_all_is_sorted_and_resolves():

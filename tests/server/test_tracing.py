@@ -29,7 +29,7 @@ async def traced(anyio_backend):
     exporter = InMemorySpanExporter()
     with pytest.MonkeyPatch.context() as patch:
         # The module that the engine will import: tests of its absence leave another as the package's attribute.
-        tracing = import_module("trouper.actors.observability.observer")
+        tracing = import_module("trouper.actors.observability.tracing")
         patch.setattr(tracing, "otlp_processor", lambda endpoint: SimpleSpanProcessor(exporter))
         args = EngineArgs(**SMALL, otlp_traces_endpoint="http://collector:4318")
         async with AsyncLLMEngine.from_engine_args(args) as engine:

@@ -436,9 +436,7 @@ def _begin_again(
         name: of the task; None for an answer that has ended, whose first task may still be writing its end.
     """
     saved = msgspec.msgpack.decode(record.admitted.request, type=SavedCall)
-    context = RequestContext(
-        {"path": route.path, "method": "POST", "headers": []}, _receive_nothing, _send_nothing
-    )
+    context = RequestContext.without_client(route.path)
     context.id, context.client_id = saved.unique_id, saved.request_id
     context.tenant, context.key_digest = tenant, stream.owner
     context.cache_scope, context.timeout_s = saved.cache_scope, saved.timeout_s
@@ -498,15 +496,6 @@ def start_recovered(
             service.background.start(name, perform_later)
         else:
             service.background.start(name, partial(perform, resources.pop_all()))
-
-
-async def _receive_nothing() -> Message:
-    await anyio.sleep_forever()
-    raise AssertionError
-
-
-async def _send_nothing(_: Message) -> None:
-    pass
 
 
 def check_same(saved: SavedIdentity, now: SavedIdentity) -> None:

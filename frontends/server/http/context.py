@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from copy import copy
 from secrets import token_hex
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 from urllib.parse import parse_qs
 
 import anyio
@@ -135,6 +135,11 @@ class RequestContext:
         # Whether what is sent goes to a store in this process, which never waits.
         self._is_redirected = False
         self._is_sending = False
+
+    @classmethod
+    def without_client(cls, path: str) -> Self:
+        """Return the context of a request that goes on without a client: nothing arrives, and what is sent is dropped."""
+        return cls({"path": path, "method": "POST", "headers": []}, _receive_nothing, _send_nothing)
 
     def __repr__(self) -> str:
         return f"<RequestContext {self.method} {self.path[:40]!r} {self.id}>"
@@ -335,6 +340,15 @@ class RequestContext:
             self.is_gone = True
         finally:
             self._is_sending = False
+
+
+async def _receive_nothing() -> Message:
+    await anyio.sleep_forever()
+    return {}
+
+
+async def _send_nothing(_: Message) -> None:
+    pass
 
 
 def _address(client: tuple[str, int | None] | None) -> str:

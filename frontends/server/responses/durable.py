@@ -23,7 +23,7 @@ from trouper.frontends.server.generation.durable import (
     start_recovered,
 )
 from trouper.frontends.server.generation.token_keeper import TokenKeeper
-from trouper.frontends.server.http.context import Message, RequestContext
+from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.responses.adapter import ResponsesAdapter
 from trouper.frontends.server.responses.background import BackgroundResponse, follow, wanted_event
 from trouper.frontends.server.responses.memory import decode_items, find, stored_response
@@ -233,16 +233,7 @@ def kept_turn(
 
 def _context(saved: SavedRequest, tenant: str, key_digest: bytes) -> RequestContext:
     """Make the context of a request without a client."""
-
-    async def receive() -> Message:
-        await anyio.sleep_forever()
-        raise AssertionError
-
-    async def send(_: Message) -> None:
-        pass
-
-    scope: dict[str, Any] = {"path": "/v1/responses", "method": "POST", "headers": []}
-    context = RequestContext(scope, receive, send)
+    context = RequestContext.without_client("/v1/responses")
     context.id, context.client_id = saved.unique_id, saved.request_id
     context.tenant, context.key_digest = tenant, key_digest
     context.cache_scope, context.timeout_s = saved.cache_scope, saved.timeout_s
