@@ -1,5 +1,6 @@
 """Imports are cheap and have no side effects, and the public names resolve."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -8,8 +9,6 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 import trouper
 
@@ -62,22 +61,25 @@ def test_the_cpu_path_does_without_llvmlite():
     )  # as None
 
 
+def canonical(requirement):
+    """The normalised name of a requirement or distribution."""
+    return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower()
+
+
 def packages_of_extras():
     """The packages that only extras install: no requirement of the base leads to them."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     left, base = list(project["dependencies"]), set()
     while left:
-        requirement = Requirement(left.pop())
-        name = canonicalize_name(requirement.name)
-        if name in base or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
-            continue
-        base.add(name)
-        with suppress(metadata.PackageNotFoundError):
-            left += metadata.requires(name) or ()
+        requirement = left.pop()
+        if canonical(requirement) not in base and "extra ==" not in requirement:
+            base.add(canonical(requirement))
+            with suppress(metadata.PackageNotFoundError):
+                left += metadata.requires(canonical(requirement)) or ()
     return {
         package
         for package, owners in metadata.packages_distributions().items()
-        if not base.intersection(map(canonicalize_name, owners))
+        if not base.intersection(map(canonical, owners))
     } - {"trouper", "pip", "setuptools", "pkg_resources", "_distutils_hack"}
 
 
