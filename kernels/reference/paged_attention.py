@@ -62,6 +62,9 @@ def paged_attention(
     """
     num_tokens, num_q, width = q_TND.shape
     num_kv = cache_2HSD.shape[1]
+    # The last layer attends only for tokens that are read, and the first chunk of a long prompt has none.
+    if num_tokens == 0:
+        return q_TND.new_empty((0, num_q * width))
     q_THGD = q_TND.view(num_tokens, num_kv, num_q // num_kv, width)
     k_1HSD, v_1HSD = cache_2HSD.unsqueeze(1)
     attend = _capped(scale, softcap) if softcap else _flash(scale)

@@ -50,6 +50,14 @@ def plan_of(*columns, **changes):
     return StepPlan(0, 0, *map(tuple, zip(*columns, strict=True)), **changes)
 
 
+def test_chunks_without_samples_need_no_kernels(folder):
+    # torch computes this dtype.
+    runner = CpuRunner(engine_config(folder, dtype="float16"))
+    prompts = PROMPTS[1:2]
+    whole, cut = (Driver(runner, chunk=chunk).run(prompts, 4)[0] for chunk in (64, 12))
+    assert cut.token_ids == whole.token_ids
+
+
 def test_plans_are_made_before_results_of_earlier_ones_are_known(runner, answers):
     """Ten plans, none of which says what a token is, then their results."""
     plans = [plan_of((2, 0, 9, 1), new_sequences=(row_of(2, PROMPTS[0], (5, 4, 9)),))]

@@ -97,6 +97,12 @@ def test_heads_widths_and_dtypes(heads, width, dtype):
     case.check(softcap=3.0, max_tile=4)
 
 
+def test_step_that_reads_no_token_has_no_rows():
+    cache, q = torch.full((2, 2, 16, 8), torch.nan), torch.empty(0, 6, 8)
+    fresh = (torch.empty(0, 2, 8) for _ in range(2))
+    assert paged_attention(q, *fresh, cache, [], {}, scale=0.3).shape == (0, 48)
+
+
 @pytest.mark.parametrize("max_tile", [1, 2, 7])
 def test_tiles_do_not_change_the_result(max_tile):
     Case(COLUMNS["mixed"], block_size=4).check(max_tile=max_tile)
