@@ -134,6 +134,17 @@ def test_each_form_of_a_recording_is_the_same(llm):
         ] == pytest.approx(first, abs=1e-4)
 
 
+def test_a_file_written_to_a_pipe_is_whole(llm):
+    """Read a file whose encoder could not go back to write the length."""
+    flac, wav = bytearray(saved(A, "FLAC")), bytearray(saved(A))
+    # The last 36 bits of the number of samples, then the length of the chunk of samples.
+    flac[21] &= 0xF0
+    flac[22:26] = bytes(4)
+    wav[40:44] = b"\xff" * 4
+    outputs = llm.chat([chat(recording(bytes(x))) for x in (flac, wav)], params(), use_tqdm=False)
+    assert [o.audio_seconds for o in outputs] == [pytest.approx(0.7)] * 2
+
+
 def test_other_rates_are_resampled(llm):
     high, low = tone(4, rate=48_000), tone(4)
     outputs = llm.chat(
@@ -162,6 +173,11 @@ def test_another_recording_changes_the_reference(models, kind):
         (np.zeros((100, 9)), "9 channels"),
         ({"array": A}, "array and sampling_rate"),
         ((np.zeros(601_000, np.float32), 1000), "601 s"),
+        (np.full((8000, 2), 3e38, np.float32), "not finite"),
+        ((np.tile([3e38, 3e38, -3e38, -3e38], 2000), 8000), "not finite"),
+        ((A[:1], 192_000), "too short"),
+        (saved(A)[:9000], "incomplete"),
+        (saved(A, endian="BIG")[:9000], "incomplete"),
         ("a.wav", "audio_url"),
     ],
 )

@@ -38,6 +38,10 @@ BLOCK_WINDOWS = 4096
 EXTRACTORS = ("WhisperFeatureExtractor", "Qwen3ASRFeatureExtractor")
 # Qwen3-ASR takes half a second at least.
 MIN_SAMPLES = 8000
+# libsndfile's number of frames of a FLAC file whose encoder wrote to a pipe, so that its header has no length.
+UNKNOWN_FRAMES = 2**63 - 1
+# Encoders that write a WAV file to a pipe give it a length of 2 or 4 GiB.
+PIPED_BYTES = 0x7FFF_0000
 FORMS = "must be the bytes of a file, an array of samples, or a pair (array, rate)"
 Samples = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -133,9 +137,14 @@ class AudioProcessor:
         """Turn a recording at the model's rate into the inputs of the tower, and its text.
 
         Raises:
-            RefusedFileError: it is too short or too long for the model.
+            RefusedFileError: it is too short or too long for the model, or has samples that are not finite.
         """
-        arrays, num_rows = self._prepare(waveform.samples)
+        samples = waveform.samples
+        # Not earlier: the mean of channels and the resampler can exceed the largest number, too.
+        if not np.isfinite(samples).all():
+            raise RefusedFileError("invalid_audio", "has samples that are not finite numbers")
+        # At a high rate a recording of a few samples has none left at the rate of the model.
+        arrays, num_rows = self._prepare(samples) if len(samples) else ({}, 0)
         if num_rows < 1:
             raise RefusedFileError("invalid_audio", "is too short for the model to hear anything")
         made = tuple(dense(name, values) for name, values in arrays.items())
@@ -219,7 +228,11 @@ def decode_recording(data: bytes | memoryview, rate: int, max_seconds: float) ->
             raise RefusedFileError("invalid_audio", f"has another format; send a {NAMES} file")
         check_rate(file.samplerate)
         check_channels(file.channels)
-        check_length(file.frames / file.samplerate, max_seconds)
+        if file.frames < UNKNOWN_FRAMES:
+            check_length(file.frames / file.samplerate, max_seconds)
+        if _is_cut(data):
+            rule = f"is incomplete: its header promises more samples; send a whole {NAMES} file"
+            raise RefusedFileError("invalid_audio", rule)
         try:
             return _decoded(file, rate, max_seconds)
         except (MemoryError, RefusedFileError):
@@ -232,6 +245,8 @@ def decode_recording(data: bytes | memoryview, rate: int, max_seconds: float) ->
 def _decoded(file: Any, rate: int, max_seconds: float) -> Waveform:
     import soxr  # pyright: ignore[reportMissingTypeStubs]
 
+    # Otherwise soundfile seeks behind each block, which fails at the end of a file without a length.
+    file.seekable = lambda: False
     resampler = soxr.ResampleStream(file.samplerate, rate, 1, dtype="float32")
     pieces: list[Samples] = []
     num_frames = 0
@@ -239,14 +254,25 @@ def _decoded(file: Any, rate: int, max_seconds: float) -> Waveform:
         num_frames += len(block)
         # The header may have lied.
         check_length(num_frames / file.samplerate, max_seconds)
-        _check_finite(block)
         pieces.append(resampler.resample_chunk(_mono(block)))
-    if not num_frames or num_frames < file.frames:
+    if not num_frames or num_frames < file.frames < UNKNOWN_FRAMES:
         raise RefusedFileError(
             "invalid_audio", f"is damaged or incomplete; send a whole {NAMES} file"
         )
     pieces.append(resampler.resample_chunk(np.zeros(0, np.float32), last=True))
     return Waveform(np.concatenate(pieces), rate)
+
+
+def _is_cut(data: bytes | memoryview) -> bool:
+    """Return whether a WAV file ends before its samples do.  libsndfile reads such a file as if it was a shorter one."""
+    order = "big" if data[:4] == b"RIFX" else "little"
+    place = 12
+    while data[:4] in (b"RIFF", b"RIFX") and place + 8 <= len(data):
+        size = int.from_bytes(data[place + 4 : place + 8], order)
+        if data[place : place + 4] == b"data":
+            return len(data) - place - 8 < size < PIPED_BYTES
+        place += 8 + size + size % 2
+    return False
 
 
 def waveform_of(given: Any) -> Waveform | bytes:
@@ -282,7 +308,6 @@ def waveform_of(given: Any) -> Waveform | bytes:
         check_channels(samples.shape[1])
         samples = _mono(samples)
     check_length(len(samples) / hertz, MAX_SECONDS)
-    _check_finite(samples)
     return Waveform(np.ascontiguousarray(samples, np.float32), int(hertz))
 
 
@@ -325,13 +350,9 @@ def check_channels(num_channels: int) -> None:
         raise RefusedFileError("invalid_audio", rule)
 
 
-def _check_finite(samples: np.ndarray[Any, Any]) -> None:
-    if not np.isfinite(samples).all():
-        raise RefusedFileError("invalid_audio", "has samples that are not finite numbers")
-
-
 def _mono(samples: np.ndarray[Any, Any]) -> Samples:
-    return samples[:, 0] if samples.shape[1] == 1 else samples.mean(1, dtype=np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return samples[:, 0] if samples.shape[1] == 1 else samples.mean(1, dtype=np.float32)
 
 
 def _resampled(waveform: Waveform, rate: int) -> Waveform:
