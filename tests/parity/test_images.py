@@ -185,6 +185,17 @@ def test_ids_are_those_of_the_whole_processor(oracles, kind):
     assert list(found.prompt_token_ids) == np.array(wanted).reshape(-1).tolist()
 
 
+def test_an_image_may_be_a_single_row(oracles, monkeypatch):
+    """The library's own method takes its one row for the axis of images, so the reference gets it another axis."""
+    oracle, messages = oracles("mistral3"), chat([["A ", image(1, 5, 5), " dot"]])
+    with opened(oracle) as llm:
+        (output,) = llm.chat([messages], params(), use_tqdm=False)
+    projector = type(oracle.model.model.model.multi_modal_projector)
+    forward = projector.forward
+    monkeypatch.setattr(projector, "forward", lambda *given: forward(*given)[None])
+    oracle.check(output, messages)
+
+
 def test_a_step_shorter_than_an_image_is_named(oracles):
     messages = chat([[image(1)]])
     with opened(oracles("gemma3"), max_num_batched_tokens=3, max_num_seqs=1) as llm:

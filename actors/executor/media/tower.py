@@ -92,6 +92,8 @@ class MediaTower:
 
     def _features(self, inputs: Mapping[str, Tensor]) -> Any:
         model = self._model
+        if self._media.model_type == "mistral3":
+            return _of_mistral3(model, **inputs)
         if self._media.modality == IMAGE:
             return model.get_image_features(**inputs)
         if self._media.model_type == "qwen2_audio":
@@ -123,6 +125,15 @@ def _joined(found: Any) -> Tensor:
     """Return rows [R, E] in one matrix; the library returns some families' by image or by tile."""
     parts = cast("list[Tensor]", found) if isinstance(found, list | tuple) else [found]
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+
+
+def _of_mistral3(model: Any, pixel_values: Tensor, image_sizes: Tensor) -> Tensor:
+    """Return the rows of one image, as the library computes them, which fails for an image of a single row."""
+    given, tower = model.config.vision_feature_layer, model.vision_tower
+    found = tower(pixel_values, image_sizes=image_sizes, output_hidden_states=True).hidden_states
+    layers = [given] if isinstance(given, int) else given
+    chosen = torch.cat([found[layer] for layer in layers], -1)
+    return model.multi_modal_projector(chosen[0], image_sizes)
 
 
 def _of_qwen2_audio(model: Any, input_features: Tensor, feature_attention_mask: Tensor) -> Tensor:
