@@ -365,6 +365,13 @@ class CoreBuilder:
         with self.builder.if_then(condition.ir):
             yield
 
+    def fence(self) -> None:
+        """Keep LLVM from moving loads and stores across this place. It is no instruction.
+
+        LLVM otherwise loads a number once for two uses far apart, and stores other registers to the stack to keep it.
+        """
+        self.builder.fence("seq_cst", "singlethread")
+
     def var(self, value: Operand) -> Var:
         """Create a variable.
 

@@ -18,12 +18,14 @@ to its total.  The two nibbles of a byte of weight are extracted in registers an
 Law: a row's result depends neither on the number of rows nor on the processor.  Sums of integers are exact, and the
 groups fix the order of everything else (`kernels/reference/linear.py` has the same bits).
 
-Four interleaved panels are one stream of memory.  With thirty-two registers and up to five rows it is read in the order
-of its addresses, and the accumulators of all four panels are in registers.  More rows are computed in blocks of eight and one
-panel, whose sums and totals fill the registers; the last block of rows prefetches the weights that follow.  With fewer
-registers the panels of a group are processed one after the other, and the totals, used once a group, stay in the first cache.
-A prefetch takes one of the core's few places for missing cache lines, so up to three rows, which wait for memory, leave
-three of four lines to the processor's own prefetcher.
+Four interleaved panels are one stream of memory.  For up to eight rows the panels of a group are computed one after the other.
+Only the sums of one panel and the totals of all four are then in use, and the rows are loaded again for each panel as operands
+of its products.  A fence keeps LLVM from sharing these loads among the panels, which spilled most registers.  More rows are
+computed in blocks of eight and one panel; the last block of rows prefetches the weights that follow.
+
+One row of int4 with thirty-two registers, and up to three of int8, read the stream in the order of its addresses.  They wait for
+memory, and a prefetch takes one of the core's few places for missing cache lines, so they leave three of four lines to the
+processor's own prefetcher.
 
 Roofline: O I (bits / 8 + 2 / G) bytes, T O I products.
 """
@@ -60,12 +62,11 @@ from trouper.kernels.formats import CENTRES, OFFSETS, Format
 
 # A block of many rows has the sums and totals of one panel in registers.
 MANY = 8 if num_registers() == 32 else 4
-_FEW = (1, 2, 3, 4, 5, 6) if num_registers() == 32 else (1, 2, 3)
+_FEW = (1, 2, 3, 4, 5, 6, 8) if num_registers() == 32 else (1, 2, 3)
 BYTE_BLOCKING = Blocking(few=tuple(Block(PANELS, rows) for rows in _FEW), many=Block(PANELS, MANY))
-# Up to this many rows the accumulators of four panels fit in the registers.
-IN_ORDER = 5 if num_registers() == 32 else 0
-# Up to this many rows only the first line of each row of steps is prefetched.
-SPARSE = 3
+# Up to this many rows the four panels of a step are read in the order of memory.  Scales in blocks, and numbers of five and six
+# bits, need too many registers for that: one row of six bits took 1.7 times as long.
+IN_ORDER: dict[Format, int] = {"int4": 1, "fp4": 1, "int8": 3} if num_registers() == 32 else {}
 # Steps to prefetch if every line is prefetched.  The first cache requests some two dozen lines at once: with 48 steps five
 # rows took 1.03 to 1.1 times as long.
 AHEAD_OF_MANY = 24
@@ -185,15 +186,11 @@ class ByteProduct:
     def block(self, first_panel: Value, first_row: Value, rows: int) -> None:
         """Compute four panels of a block of few rows.  Indices beyond the last row or panel repeat the last one."""
         code = self._code
-        if rows > IN_ORDER and num_registers() == 32:
-            self.many_rows(first_panel, first_row, first_row + rows, rows)
-            return
         at_panel = [code.minimum(first_panel + p, self.num_panels - 1) for p in range(PANELS)]
-        self._block(at_panel, first_row, rows, "some" if rows <= min(SPARSE, IN_ORDER) else "each")
+        has_order = self._kind != "blocks" and rows <= IN_ORDER.get(self._fmt, 0)
+        self._block(at_panel, first_row, rows, "some" if has_order else "each")
 
-    def many_rows(
-        self, first_panel: Value, first_row: Value, stop: Value, rows: int = MANY
-    ) -> None:
+    def many_rows(self, first_panel: Value, first_row: Value, stop: Value) -> None:
         """Compute four panels of a range of rows, one panel of a block of rows after the other.
 
         The first block of rows reads the panels from memory, the others from the second cache.  The last one prefetches the
@@ -204,15 +201,15 @@ class ByteProduct:
             self._fetch(first_panel)
         self._next_panel.set(first_panel + PANELS)
         last = code.minimum(first_panel + PANELS, self.num_panels)
-        for row in code.loop(first_row, stop, rows):
-            is_last, is_short = stop - row <= rows, stop - row <= rows // 2
+        for row in code.loop(first_row, stop, MANY):
+            is_last, is_short = stop - row <= MANY, stop - row <= MANY // 2
             for panel in code.loop(first_panel, last):
                 with code.when(is_short):
-                    self._block([panel], row, rows // 2, "next")
+                    self._block([panel], row, MANY // 2, "next")
                 with code.when(is_last & is_short.equals(0)):
-                    self._block([panel], row, rows, "next")
+                    self._block([panel], row, MANY, "next")
                 with code.when(is_last.equals(0)):
-                    self._block([panel], row, rows, "none")
+                    self._block([panel], row, MANY, "none")
 
     def _fetch(self, first_panel: Value) -> None:
         """Prefetch four panels at once, as the first ones of a run of work items."""
@@ -238,7 +235,7 @@ class ByteProduct:
         zeros = [self._stream(self._zeros, p, LANES, num_spans) for p in at_panel if self._zeros]
         totals = [[code.var(code.f32x16(0.0)) for _ in range(rows)] for _ in at_panel]
         places = range(len(at_panel))
-        parts = [places] if rows <= IN_ORDER else [(p,) for p in places]
+        parts = [places] if ask == "some" else [(p,) for p in places]
         size = words_of_group(2 * self._group)
         for g in code.loop(0, num_spans):
             for each in (*scales, *zeros):
@@ -251,6 +248,8 @@ class ByteProduct:
                     sums = self._sums([weights[p] for p in part], own, k, zero, ask)
                     for p, of_panel in zip(part, sums, strict=True):
                         self._add_group(totals[p], of_panel, records, *scales[p].at(g, k))
+                    if len(parts) > 1:
+                        code.fence()
         for panel, of_panel in zip(at_panel, totals, strict=True):
             self._finish(of_panel, panel, at_row)
 
