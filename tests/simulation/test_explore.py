@@ -26,8 +26,8 @@ def test_every_oracle_holds_under_drawn_schedules(draw, first):
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
 def test_what_broke_once_holds_now(path):
-    kinds = {"pooling": PoolingScenario, "workers": WorkerScenario}
-    kind = kinds.get(path.parent.name, Scenario)
+    kinds = {"corpus": Scenario, "pooling": PoolingScenario, "workers": WorkerScenario}
+    kind = kinds[path.parent.name]
     verdict = simulate(msgspec.json.decode(path.read_bytes(), type=kind))
     assert verdict.broken is None
 

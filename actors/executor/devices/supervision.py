@@ -17,8 +17,9 @@ import msgspec
 from trouper.actors.messages.steps import LossCause
 from trouper.errors import DeviceStartError
 
-# Seconds before the first, second and every later restart in a row.
-BACKOFF_S = (0.0, 1.0, 4.0)
+# Seconds before the first, second and every later restart in a row.  In the first ones the scheduler explains the loss, so that
+# the end of the next workers, which may come at once, is counted without it.
+BACKOFF_S = (0.01, 1.0, 4.0)
 # Losses remembered within the window, explained or not; more if the budget allows more unexplained ones.
 MAX_LOSSES = 16
 # A worker that dies of one of these may have written anywhere before, also into memory that outlives it.
