@@ -293,14 +293,20 @@ def test_sparse_qwen2_windows_alternate():
     assert windows_of(decoder_traits(config, "Qwen2MoeForCausalLM")) == [8, None, 8, None]
 
 
+@pytest.mark.parametrize("width", [32, 48, 64])
 @pytest.mark.parametrize("projection", ["gate_proj", "up_proj", "down_proj"])
-def test_experts_are_read_in_both_layouts(projection):
+def test_experts_are_read_in_both_layouts(projection, width):
+    """Also where one of the two tensors of a layer is square: the other one shows the layout."""
     torch.manual_seed(0)
-    shape = (48, 64) if projection == "down_proj" else (64, 48)
+    shape = (64, width) if projection == "down_proj" else (width, 64)
     part = Stacks(4, "qwen3_vl_moe").find(f"mlp.experts.2.{projection}.weight", shape)
+    shapes = {"mlp.experts.gate_up_proj": (4, 2 * width, 64), "mlp.experts.down_proj": (4, 64, width)}
+    assert part.shape == shapes[part.name]
     whole = torch.randn(part.shape)
-    plain = part.stored_as(tuple(whole.shape)).of(whole)
+    name, right = part.witness
+    assert right == shapes[name]
+    plain = part.stored_as(right).of(whole)
     turned = whole.transpose(1, 2).contiguous()
     assert plain.shape == shape
-    assert plain.equal(part.stored_as(tuple(turned.shape)).of(turned))
+    assert plain.equal(part.stored_as((right[0], right[2], right[1])).of(turned))
     assert part.stored_as((9, 9)) == part

@@ -216,7 +216,9 @@ class Checkpoint:
             return found
         if found.name not in self:
             return None
-        return found.stored_as(self._shape(found.name)) if found.may_be_turned else found
+        if found.witness is None or found.witness[0] not in self:
+            return found
+        return found.stored_as(self._shape(found.witness[0]))
 
     def _expert(self, part: StackedPart, dtype: torch.dtype) -> IntegerWeight | None:
         """Read the integers of one expert from a tensor for all experts, or return None if it is plain."""

@@ -6,7 +6,7 @@
                  output_linear.weight [X, E, M]
     others       experts.gate_up_proj [X, 2 M, E]  the same, if the checkpoint has no tensors of single experts
                  experts.down_proj [X, E, M]
-    qwen3_vl_moe as others, or inputs by outputs; the shape of each tensor shows which
+    qwen3_vl_moe as others, or inputs by outputs; the shapes of both tensors show which
     gpt2         the matrices of the layers, inputs by outputs
 
 X experts, E hidden size, M width of an expert. A part has the name that it would have if each expert were stored separately.
@@ -38,15 +38,15 @@ class StackedPart(NamedTuple):
     expert: int | None
     rows: slice
     is_transposed: bool
-    # Whether the checkpoint may store the transpose instead.
-    may_be_turned: bool = False
+    # If the checkpoint may store the transpose instead: a tensor of this layer whose shape shows which, and that shape without a
+    # transposition.  It is another tensor where this one is square.
+    witness: tuple[str, Shape] | None = None
 
     def stored_as(self, shape: Shape) -> "StackedPart":
-        """Return the part of the transpose if the tensor is stored as that, and otherwise this part."""
-        turned = (*self.shape[:-2], *self.shape[:-3:-1])
-        if not self.may_be_turned or shape == self.shape or shape != turned:
+        """Return the part of the transpose if the witness, which has this shape, is stored as that, and otherwise this part."""
+        if self.witness is None or shape == self.witness[1] or shape != _turned(self.witness[1]):
             return self
-        return self._replace(shape=turned, is_transposed=True)
+        return self._replace(shape=_turned(self.shape), is_transposed=True)
 
     def of(self, whole: Tensor) -> Tensor:
         """Return the matrix [O, I], or the bias, as a view."""
@@ -113,8 +113,13 @@ class Stacks(NamedTuple):
             if self.style == "granite_moe":
                 stored = f"{module}.{'output' if is_down else 'input'}_linear.{kind}"
             whole = self.num_experts, num_out, *shape[1:]
-            may_be_turned = self.style == "qwen3_vl_moe"
-            return StackedPart(stored, whole, int(expert), rows, False, may_be_turned)
+            part = StackedPart(stored, whole, int(expert), rows, is_transposed=False)
+            if self.style != "qwen3_vl_moe":
+                return part
+            # Of the matrices [2 M, E] and [E, M], at most one is square.
+            is_square = num_out == shape[1]
+            other = self._other(module, shape, is_down=is_down) if is_square else (stored, whole)
+            return part._replace(witness=other)
         end, whole = "", (self.num_experts, *shape[1:], num_out)
         if kind == "bias":
             end = "_bias"
@@ -125,6 +130,17 @@ class Stacks(NamedTuple):
             ALL if is_down else slice(int(is_up), None, 2),
             is_transposed=kind == "weight",
         )
+
+    def _other(self, module: str, shape: Shape, *, is_down: bool) -> tuple[str, Shape]:
+        """Return the layer's other tensor, given the shape of a part of this one."""
+        num_out, num_in = shape
+        other = (2 * num_in, num_out) if is_down else (num_in, num_out)
+        end = "gate_up" if is_down else "down"
+        return f"{module}.experts.{end}_proj", (self.num_experts, *other)
+
+
+def _turned(shape: Shape) -> Shape:
+    return *shape[:-2], shape[-1], shape[-2]
 
 
 def views_of(traits: DecoderTraits) -> Views | None:
