@@ -300,7 +300,10 @@ def test_experts_are_read_in_both_layouts(projection, width):
     torch.manual_seed(0)
     shape = (64, width) if projection == "down_proj" else (width, 64)
     part = Stacks(4, "qwen3_vl_moe").find(f"mlp.experts.2.{projection}.weight", shape)
-    shapes = {"mlp.experts.gate_up_proj": (4, 2 * width, 64), "mlp.experts.down_proj": (4, 64, width)}
+    shapes = {
+        "mlp.experts.gate_up_proj": (4, 2 * width, 64),
+        "mlp.experts.down_proj": (4, 64, width),
+    }
     assert part.shape == shapes[part.name]
     whole = torch.randn(part.shape)
     name, right = part.witness

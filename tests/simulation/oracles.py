@@ -7,12 +7,15 @@ the engine's statistics would believe its lies.
 from collections import Counter
 from typing import Any
 
+import anyio
+
 from trouper.actors.engine.lifecycle import EngineState
 from trouper.actors.engine.request_table import EngineSnapshot
 from trouper.actors.engine.wiring import Engine
 from trouper.actors.messages.controls import Pause
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.state.sequence import Sequence, State
+from trouper.actors.scheduling.state.tier import FIRST_DEADLINE_S, MAX_ORDERS
 from trouper.errors import (
     EngineDeadError,
     GenerationError,
@@ -59,13 +62,16 @@ def at_rest(world: Any) -> None:
     )  # fmt: skip
     is_idle = device.is_up and device.num_steps_out == 0
     if is_idle and engine.lifecycle.state is EngineState.AWAKE:
-        sequences = policy.table.sequences.values()
+        parked = check_waits_for_tier(policy, anyio.current_time())
+        known = policy.table.sequences.values()
+        sequences = [s for s in known if s.request.admit.id not in parked]
         ready = [s.id for s in sequences if policy.table.grammars.is_ready(s.request.admit)]
         if not (policy.is_searching or policy.table.grammars.needs_silence):
             require(not ready, "the device is idle while sequences wait", ready, stats)
         is_preparing = policy.table.grammars._preparing is not None
         require(not sequences or is_preparing, "none is prepared while sequences wait for grammars")
     check_blocks(policy)
+    check_tier(policy, device)
     check_tables(world, snapshot, policy)
     for case in world.cases:
         if case.reads_since is not None and case.slot is not None and case.is_open:
@@ -105,6 +111,7 @@ def check_blocks(policy: Policy) -> None:
                 holders.setdefault(block, []).append((sequence, position))
     free = set(blocks.free_list)
     references = Counter({block: len(who) for block, who in holders.items()})
+    references += held_by_tier(policy)
     for block in range(1, blocks.num_blocks):
         is_free = block in free
         require(blocks.num_references(block) == references[block], "references of block", block)
@@ -127,6 +134,50 @@ def check_blocks(policy: Policy) -> None:
         slots,
     )
     require(len(slots) <= policy.config.max_num_active_seqs, "too many run", slots)
+
+
+def held_by_tier(policy: Policy) -> Counter[int]:
+    """Count how often each block is held until the tier on disk has answered."""
+    tier = policy._tier
+    if tier is None:
+        return Counter()
+    held = Counter(block for block, _, _ in tier._stores.values())
+    if tier._fetch is not None:
+        held.update(tier._fetch.prefix + tier._fetch.blocks)
+    return held
+
+
+def check_tier(policy: Policy, device: Any) -> None:
+    """Scheduler and device have the same orders open, and no block is offered while it is being fetched."""
+    tier = policy._tier
+    if tier is None:
+        return
+    fetch = tier._fetch
+    wanted = tier._stores.keys() | tier._touches
+    wanted |= {fetch.number} if fetch is not None else set()
+    wanted |= {tier._barrier} if tier._barrier is not None else set()
+    require(wanted <= device.tier.open, "the device has no such order", wanted, device.tier.open)
+    if tier._pending is None and tier._barrier is None:
+        # The thread may be within one order that was cancelled.
+        surplus = device.tier.open - wanted
+        require(len(surplus) <= 1, "orders that nobody waits for", surplus)
+    require(len(device.tier.open) <= MAX_ORDERS + 1, "orders without an answer", device.tier.open)
+    for block in fetch.blocks if fetch is not None else ():
+        is_offered = policy.blocks.hash_of(block) is not None
+        require(not is_offered, "a prefix is offered before it is there", block)
+
+
+def check_waits_for_tier(policy: Policy, now: float) -> set[int]:
+    """A sequence waits for the tier only until a deadline.  Returns the requests with one that waits."""
+    tier = policy._tier
+    if tier is None:
+        return set()
+    parked = [sought for sought in tier._sought if sought.is_parked]
+    for sought in parked:
+        until = sought.deadline_s
+        is_bounded = until is not None and now <= until <= now + FIRST_DEADLINE_S
+        require(is_bounded, "a wait for the disk without an end", sought.sequence.id, now, until)
+    return {sought.sequence.request.admit.id for sought in parked}
 
 
 def check_shared(block: int, who: list[tuple[Sequence, int]], block_size: int) -> None:
@@ -460,7 +511,8 @@ def check_idle(world: Any) -> None:
     mine = stats.scheduler
     require(mine.num_running + mine.num_waiting + mine.num_deferred == 0, "sequences", stats)
     require(mine.num_steps_in_flight == 0, "steps in flight", stats)
-    require(mine.num_blocks_free == mine.num_blocks_total, "blocks leak", stats)
+    num_held = len(held_by_tier(policy))
+    require(mine.num_blocks_free + num_held == mine.num_blocks_total, "blocks leak", stats)
     require(mine.num_state_rows_pending == 0, "rows of states leak", stats)
     require(not policy.table.requests and not policy.table.sequences, "requests leak", policy)
     if policy.turns is not None:

@@ -8,8 +8,9 @@ from typing import Any
 import anyio
 import trio
 
+from trouper.actors.executor.device import DeviceEvent
 from trouper.actors.messages.requests import GrammarReady, PrepareGrammar, SequenceId
-from trouper.actors.messages.steps import StepDone, StepFailed, StepPlan
+from trouper.actors.messages.steps import StepDone, StepFailed, StepPlan, TierAnswer
 from trouper.actors.scheduling.step_time import StepWork
 
 from .scenario import STEP_S, Scenario
@@ -139,10 +140,12 @@ class WatchedDevice(Watched, SimulatedDevice):
         ] = {}  # (sequence, position) -> when it was answered
         self.sampled: dict[SequenceId, list[int]] = {}
 
-    async def receive(self) -> StepDone | StepFailed | GrammarReady:
+    async def receive(self) -> DeviceEvent:
         answer = await super().receive()
         if isinstance(answer, GrammarReady):
             self.record("prepared", answer.key[:4])
+        elif isinstance(answer, TierAnswer):
+            self.record("tier", answer.number, answer.num_done, answer.is_anew)
         elif isinstance(answer, StepFailed):
             self.record("failed", answer.step)
         else:

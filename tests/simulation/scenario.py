@@ -4,6 +4,7 @@ The dice are split by port: who arrives, what they ask, how they behave, what fa
 of them leaves the others as they were.
 """
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Literal
@@ -86,6 +87,20 @@ class Weather(msgspec.Struct, kw_only=True):
     call_error_rate: float = 0.0  # going to sleep, waking up
 
 
+class DiskWeather(msgspec.Struct, kw_only=True):
+    """What a disk does wrong.  Rates are of each call."""
+
+    num_files: int
+    fault_rate: float = 0.0
+    # Of each order: a file is damaged behind the tier's back.
+    damage_rate: float = 0.0
+    # At most this long for an order; a tenth takes much longer.
+    order_s: float = 0.005
+    # From the order of this number on, the disk hangs for so long.
+    hangs_at: int | None = None
+    hang_s: float = 0.0
+
+
 class Scenario(msgspec.Struct, kw_only=True):
     seed: int  # of the schedule and of everything drawn at run time
     clients: tuple[Client, ...]
@@ -119,6 +134,8 @@ class Scenario(msgspec.Struct, kw_only=True):
     short_step: int = 24
     # Rows for snapshots of recurrent states; 0 stands for a model without states.
     num_snapshots: int = 0
+    # Of the tier on disk; None without it.
+    disk: DiskWeather | None = None
     num_drafts: int = 0  # that a step may verify
     drafters: Drafters = "mixed"  # of all sequences; mixed: each draft is right to a drawn length
     num_renderers: int = 1
@@ -171,6 +188,52 @@ def give_windows(scenario: Scenario, dice: random.Random) -> None:
     least = layout.num_blocks(scenario.max_model_len)
     whole = scenario.num_blocks * num_groups
     scenario.num_blocks = -(-dice.choice((least, least, least + 2, 2 * least, whole)) // num_groups)
+
+
+def draw_with_tier(seed: int) -> Scenario:
+    """One with a tier on disk, in little memory, and with clients that come again when their blocks are gone."""
+    scenario, dice = draw(seed), streams_of(seed)("more tiers")
+    scenario.num_snapshots, scenario.prefix_caching = 0, True
+    if scenario.disk is None:
+        scenario.windows = (None,)
+        scenario.num_blocks = 2 * scenario.max_model_len // scenario.block_size
+        give_disk(scenario, dice)
+    return scenario
+
+
+def draw_with_bad_disk(seed: int) -> Scenario:
+    """One whose disk keeps everything, and much of it wrongly."""
+    scenario = draw_with_tier(seed)
+    scenario.disk = DiskWeather(num_files=80, fault_rate=0.2, damage_rate=0.5, order_s=0.1 * STEP_S)
+    return scenario
+
+
+def give_disk(scenario: Scenario, dice: random.Random) -> None:
+    """Add a tier on disk.  Some prompts come again, and the cache is reset, so that blocks are found there."""
+    scenario.disk = draw_disk(dice)
+    last_s = max(client.arrival_s for client in scenario.clients)
+    for client in dice.sample(scenario.clients, min(4, len(scenario.clients))):
+        wish = copy.deepcopy(client.wish)
+        wish.max_tokens, wish.min_tokens = min(wish.max_tokens, 3), 0
+        later_s = last_s + dice.uniform(10, 50) * STEP_S
+        name = f"{client.request_id} again"
+        scenario.clients += (Client(wish=wish, request_id=name, arrival_s=later_s),)
+    if dice.random() < 0.7:
+        reset = Operation(kind="reset", after_s=dice.uniform(10, 30) * STEP_S)
+        reset.preempt = dice.choice(("no", "recompute", "resample"))
+        scenario.operations += (reset,)
+
+
+def draw_disk(dice: random.Random) -> DiskWeather:
+    disk = DiskWeather(
+        num_files=dice.choice((3, 10, 40, 40)),
+        fault_rate=dice.choice((0.0, 0.0, 0.05, 0.3)),
+        damage_rate=dice.choice((0.0, 0.0, 0.05, 0.3)),
+        order_s=dice.choice((0.1, 0.5, 2.0)) * STEP_S,
+    )
+    if dice.random() < 0.3:
+        disk.hangs_at, disk.hang_s = dice.randrange(1, 30), dice.choice((1.0, 30.0, 1e9))
+    return disk
 
 
 def draw_without_states(seed: int) -> Scenario:
@@ -242,6 +305,9 @@ def draw_with(dice: Dice, *, seed: int) -> Scenario:
     )
     if not scenario.num_snapshots and dice("windows").random() < 0.4:
         give_windows(scenario, dice("windows"))
+    has_plain_cache = scenario.prefix_caching and not scenario.num_snapshots
+    if has_plain_cache and scenario.windows == (None,) and dice("tier").random() < 0.5:
+        give_disk(scenario, dice("tier"))
     return scenario
 
 

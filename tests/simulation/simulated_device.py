@@ -21,10 +21,12 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, ClassVar, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, cast
 
 import anyio
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from trouper.actors.executor.device import DeviceEvent, DeviceInfo, StepResult, timed
 from trouper.actors.messages.controls import DeviceAction, LoadAdapter, Sleep, Wake
@@ -37,10 +39,14 @@ from trouper.actors.messages.steps import (
     StepDone,
     StepFailed,
     StepPlan,
+    TierAnswer,
     TierOrder,
     TokenLogprobs,
 )
 from trouper.config.kv_layout import KVLayout
+
+if TYPE_CHECKING:
+    from .simulated_tier import SimulatedTier
 
 ENTRY_BYTES = 8
 POISON = b"\xee" * ENTRY_BYTES
@@ -113,6 +119,11 @@ class SimulatedSteps(ABC, Generic[Plan]):
         self._absent: frozenset[str] = frozenset()  # memory that sleeps
         self._adapters: dict[int, bytes] = {}  # what the slots hold
         self._is_free_at = -math.inf
+        # When the eldest plan began, and when it ends.
+        self._head: tuple[float, float] | None = None
+        self.tier: SimulatedTier | None = None
+        self._tier_orders: deque[tuple[int, TierOrder]] = deque()  # behind these steps
+        self._tier_answers: deque[TierAnswer] = deque()
         self._refused_epoch = -1
         self._is_closed = False
 
@@ -139,7 +150,24 @@ class SimulatedSteps(ABC, Generic[Plan]):
         self._submitted.set()
 
     def order_tier(self, order: TierOrder) -> None:
-        raise NotImplementedError("there is no tier on disk")
+        if self.tier is None:
+            raise NotImplementedError("there is no tier on disk")
+        self.tier.open.add(order.number)
+        self._tier_orders.append((self._queue[-1][0].step if self._queue else 0, order))
+        if not self._queue:
+            self._pass_orders(0)
+        self._submitted.set()
+
+    def _pass_orders(self, step: int) -> None:
+        """Pass the orders behind this step to the tier, which takes them between two plans."""
+        while self._tier_orders and self._tier_orders[0][0] <= step:
+            _, order = self._tier_orders.popleft()
+            assert self.tier is not None
+            self.tier.order(order)
+
+    def _note_tier(self, answer: TierAnswer) -> None:
+        self._tier_answers.append(answer)
+        self._submitted.set()
 
     def prepare(self, order: PrepareGrammar) -> None:
         if self._prepared:
@@ -153,27 +181,48 @@ class SimulatedSteps(ABC, Generic[Plan]):
 
     async def receive(self) -> DeviceEvent:
         """A grammar that is ready while a step is computed is answered behind it."""
-        while not self._queue:
-            self._submitted = anyio.Event()
-            ready_at = self._prepared[0][1] if self._prepared else math.inf
-            with anyio.CancelScope(deadline=ready_at):
-                await self._submitted.wait()
-            if anyio.current_time() >= ready_at:
+        while True:
+            tier_at = math.inf if self.tier is None else self.tier.next_at
+            if self.tier is not None and tier_at <= anyio.current_time():
+                self.tier.finish()
+            elif self._tier_answers:
+                await anyio.lowlevel.checkpoint()
+                return self._tier_answers.popleft()
+            elif not self._queue:
+                self._submitted = anyio.Event()
+                ready_at = self._prepared[0][1] if self._prepared else math.inf
+                with anyio.CancelScope(deadline=min(ready_at, tier_at)):
+                    await self._submitted.wait()
+                if anyio.current_time() >= ready_at:
+                    return self._take_ready()
+            elif self._prepared and self._prepared[0][1] <= anyio.current_time():
                 return self._take_ready()
-        if self._prepared and self._prepared[0][1] <= anyio.current_time():
-            return self._take_ready()
+            elif (answer := await self._compute_eldest(tier_at)) is not None:
+                return answer
+
+    async def _compute_eldest(self, until_s: float) -> StepResult | None:
+        """Compute the eldest plan.  Returns None if it ends later than the tier needs attention."""
         plan, submitted_at = self._queue[0]
-        begin = anyio.current_time()
+        if self._head is None:
+            begin = end = anyio.current_time()
+            if plan.epoch > self._refused_epoch:
+                begin = max(submitted_at, self._is_free_at)
+                end = self._is_free_at = begin + self._conditions.duration_s(plan)
+            self._head = begin, end
+        begin, end = self._head
+        if until_s < end:
+            await anyio.sleep_until(until_s)
+            return None
         if plan.epoch > self._refused_epoch:
-            begin = max(submitted_at, self._is_free_at)
-            self._is_free_at = begin + self._conditions.duration_s(plan)
-            await anyio.sleep_until(self._is_free_at)
+            await anyio.sleep_until(end)
         else:
             await anyio.lowlevel.checkpoint()
+        self._head = None
         self._queue.popleft()
         self._answered.set()
         result = self._run(plan)
         self._release(plan.step)
+        self._pass_orders(plan.step)
         return timed(result, anyio.current_time() - begin)
 
     def _release(self, step: int) -> None:
@@ -195,20 +244,46 @@ class SimulatedSteps(ABC, Generic[Plan]):
         match action:
             case Sleep():
                 self._absent = MEMORY
+                if self.tier is not None:
+                    self.tier.detach()
                 self._forget()
             case Wake(tags):
                 self._absent -= tags
+                if "kv_cache" not in self._absent:
+                    self._attach_tier()
             case LoadAdapter(slot, files):
                 self._adapters[slot] = files.weights
             case _:
                 pass  # there is nothing to profile
         return None
 
+    def _attach_tier(self) -> None:
+        """Give the memory to the tier, if there is one."""
+
     async def aclose(self) -> None:
         """Plans that have not been collected are forgotten."""
         self._is_closed = True
+        if self.tier is not None:
+            self.tier.close()
         self._queue.clear()
         await anyio.lowlevel.checkpoint()
+
+
+class SimulatedPages:
+    """The blocks of a simulated device as bytes, in place of a KV cache."""
+
+    codec = None
+
+    def __init__(self, cache: bytearray, block_bytes: int) -> None:
+        self._cache, self.num_bytes = cache, block_bytes
+
+    def copy_out(self, block: int, raw: NDArray[np.uint8]) -> None:
+        start = block * self.num_bytes
+        raw[:] = np.frombuffer(bytes(self._cache[start : start + self.num_bytes]), np.uint8)
+
+    def copy_in(self, block: int, raw: NDArray[np.uint8]) -> None:
+        start = block * self.num_bytes
+        self._cache[start : start + self.num_bytes] = raw.tobytes()
 
 
 class _Row:
@@ -241,11 +316,13 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
         num_slots: int = 0,
         num_snapshots: int = 0,
         layout: KVLayout | None = None,
+        tier: "SimulatedTier | None" = None,
     ) -> None:
         """Make a device; with snapshots, its model keeps recurrent states, of which the first rows belong to the slots.
 
         Args:
             layout: the groups of layers; without it there is one, which sees all tokens.
+            tier: of blocks on disk, for one group of layers.
         """
         info = DeviceInfo(num_blocks, block_size, "float32", "simulated", layout=layout)
         self._windows = info.kv_layout.windows
@@ -254,6 +331,7 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
                 info, num_state_rows=num_slots, num_snapshots=num_snapshots, state_bytes=ENTRY_BYTES
             )
         super().__init__(info, max_steps_in_flight, conditions)
+        self.tier = tier
         self._states: dict[int, bytes] = {}
         # Of each slot and position in the step: the rows that are saved there.
         self._saves: dict[tuple[int, int], list[int]] = {}
@@ -269,6 +347,17 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
         self._rows.clear()
         self._states.clear()
         self._poison(range(self._info.num_blocks))
+
+    async def load(self) -> DeviceInfo:
+        info = await super().load()
+        if self.tier is not None:
+            self.tier.start(self._poison, self._note_tier)
+            self._attach_tier()
+        return info
+
+    def _attach_tier(self) -> None:
+        if self.tier is not None:
+            self.tier.attach(SimulatedPages(self._cache, self._stride))
 
     async def aclose(self) -> None:
         self._rows.clear()

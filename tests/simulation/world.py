@@ -3,7 +3,7 @@
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -36,6 +36,8 @@ from .clients import Broken, Case, Story, abort_later, operate, play
 from .ports import DeviceCrashError, InjectedError, SimThreads, Trouble, WatchedDevice
 from .scenario import EOS, STEP_S, VOCAB_SIZE, Scenario, layout_of
 from .scheduling import CancelAtStep
+from .simulated_device import ENTRY_BYTES
+from .simulated_tier import SimulatedTier
 
 
 class World:
@@ -97,9 +99,16 @@ class World:
             num_slots=scenario.max_num_seqs,
             num_snapshots=scenario.num_snapshots,
             layout=layout_of(scenario),
+            tier=self.make_tier(),
         )
         device.record = self.record
         return device
+
+    def make_tier(self) -> SimulatedTier | None:
+        scenario = self.scenario
+        if scenario.disk is None:
+            return None
+        return SimulatedTier(self._dice("disk"), scenario.disk, ENTRY_BYTES * scenario.block_size)
 
     def make_threads(self) -> SimThreads:
         scenario = self.scenario
@@ -108,7 +117,8 @@ class World:
         )
 
     def make_config(self) -> EngineConfig:
-        return config_of(self.scenario)
+        tier = getattr(self.device, "tier", None)
+        return msgspec.structs.replace(config_of(self.scenario), tier=tier and tier.config)
 
     def _dice(self, port: str) -> random.Random:
         return random.Random(f"{self.scenario.seed}:run:{port}")
@@ -275,6 +285,11 @@ class World:
     # The whole story
 
     async def run(self) -> None:
+        tier = getattr(self.device, "tier", None)
+        with nullcontext() if tier is None else tier.patched():
+            await self._run()
+
+    async def _run(self) -> None:
         num_tasks = trio.lowlevel.current_statistics().tasks_living
         if self._victim is not None and self._victim.client is None:
             self._victim.watch(None, self._cancel_everything)
