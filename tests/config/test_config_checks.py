@@ -160,3 +160,8 @@ def test_folder_that_others_may_write_to_is_refused(tmp_path):
     assert caught.value.parameter == "record"
     check_private_folder(tmp_path / "new" / "folder", "record")
     assert (tmp_path / "new" / "folder").stat().st_mode & 0o777 == 0o700
+
+
+def test_options_of_no_processor_are_refused(folder):
+    with pytest.raises(TrouperValidationError, match="takes no images; leave it out"):
+        resolve(EngineArgs(folder(**SHAPE), mm_processor_kwargs={"size": 5}))

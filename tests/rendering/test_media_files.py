@@ -90,6 +90,12 @@ def test_sixteen_bits_are_scaled():
     assert (values[..., 0] == ramp >> 8).all()
 
 
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_mode_without_a_range_is_refused(mode):
+    with pytest.raises(RefusedFileError, match=f"the mode {mode}"):
+        decode(Image.new("L", (8, 8), 200).convert(mode))
+
+
 def test_transparent_grey_of_sixteen_bits_is_white():
     ramp = np.array([[1000, 0]], np.uint16)
     values = np.asarray(shown(saved(Image.fromarray(ramp), "PNG", transparency=1000)))

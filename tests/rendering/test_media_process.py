@@ -73,6 +73,15 @@ def test_wrong_option_is_named(images, option):
     assert refusal(images, IMAGE, **option).parameter == "mm_processor_kwargs"
 
 
+def test_wrong_option_of_the_engine_fails_its_start(config):
+    images = ConfinedMedia(
+        msgspec.structs.replace(config, processor_kwargs={"size_": 1}), "<image>"
+    )
+    with pytest.raises(TrouperValidationError, match="no option 'size_'") as caught:
+        images.warm()
+    assert caught.value.parameter == "mm_processor_kwargs"
+
+
 def test_process_has_no_torch_and_no_secrets(images, monkeypatch):
     monkeypatch.setenv("TROUPER_API_KEY", "sesame")
     images.process(MediaOrder(IMAGE, WHERE, {}))

@@ -58,6 +58,12 @@ REFUSED = {
         ("/v1/chat/completions", {**chat()[1], "media_io_kwargs": {"image": {}}}),
         400, "media_io_kwargs", "--trust-request-mm-kwargs",
     ),
+    "an image beside a prompt": (
+        ("/v1/completions", {"prompt": "a", "multi_modal_data": {"image": URL}}), 400, "multi_modal_data", "/v1/chat",
+    ),
+    "an image as in other servers": (
+        ("/completion", {"prompt": "a", "image_data": [{"data": B64}]}), 400, "image_data", "/v1/chat",
+    ),
     "a count of tokens": (("/tokenize", chat({"image_url": URL})[1]), 400, PART, ADVICE),
     "options in another API": (
         ("/v1/responses", {**response()[1], "mm_processor_kwargs": {"size": 10**5}}),

@@ -216,7 +216,7 @@ def media_config(
         The configuration, or None and the reason why a request with them is refused.
 
     Raises:
-        TrouperValidationError: an option about media has a wrong value.
+        TrouperValidationError: an option about media has a wrong value, or is for a processor and the model has none.
         UnsupportedFeatureError: an option asks for what is not built.
     """
     limits = _limits(args)
@@ -230,6 +230,9 @@ def media_config(
     kind = str(raw.get("model_type"))
     reason = _reason(args, model, kind, device)
     modality = modality_of(raw)
+    if kwargs and reason is not None:
+        rule = f"cannot be used, because no processor is: {reason}; leave it out"
+        raise invalid("mm_processor_kwargs", rule, kwargs)
     if reason is None and limits[modality] == 0:
         verb = "is" if modality == AUDIO else "are"
         reason = (

@@ -103,13 +103,13 @@ def decode(image: "Image.Image") -> "Image.Image":
     """Decode an opened file to upright RGB pixels on white.
 
     Raises:
-        RefusedFileError: `invalid_image`, for a damaged file.
+        RefusedFileError: `invalid_image`, for a damaged file or a mode without a range.
         MemoryError: there is not enough memory for it.
     """
     try:
         image.load()
         return to_rgb(_upright(image))
-    except MemoryError:
+    except (MemoryError, RefusedFileError):
         raise
     except Exception:
         rule = f"is damaged or incomplete; send a whole {NAMES} file"
@@ -117,10 +117,17 @@ def decode(image: "Image.Image") -> "Image.Image":
 
 
 def to_rgb(image: "Image.Image") -> "Image.Image":
-    """Convert decoded pixels of any mode to RGB: 16 bits are scaled, and transparent pixels become white."""
+    """Convert decoded pixels to RGB: 16 bits are scaled, and transparent pixels become white.
+
+    Raises:
+        RefusedFileError: a Python caller's image has a mode without a range.
+    """
     from PIL import Image
 
-    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+    if image.mode in ("I", "F"):
+        rule = f"has the mode {image.mode}, in which white can be any number; convert it to L, RGB or I;16"
+        raise RefusedFileError(INVALID_IMAGE, rule)
+    if image.mode.startswith("I;16"):
         return _scaled(image)
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         layer = image.convert("RGBA")
@@ -149,7 +156,7 @@ def _scaled(image: "Image.Image") -> "Image.Image":
     from PIL import Image
 
     values: np.ndarray[Any, Any] = np.asarray(image)
-    grey = (np.clip(values, 0, 65535).astype(np.uint16) >> 8).astype(np.uint8)
+    grey = (values >> 8).astype(np.uint8)
     colours = np.repeat(grey[:, :, None], 3, axis=2)
     clear: Any = image.info.get("transparency")
     if isinstance(clear, int):

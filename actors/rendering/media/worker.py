@@ -148,15 +148,19 @@ def make_processor(config: MediaConfig, token: str) -> "ImageProcessor | AudioPr
     """Return the processor of a model's images or recordings.
 
     Raises:
-        TrouperValidationError: the folder's files do not describe one.
+        TrouperValidationError: the folder's files do not describe one, or it does not have the engine's options.
     """
     if config.modality == AUDIO:
         from trouper.actors.rendering.media.audio import AudioProcessor
 
-        return AudioProcessor(config, token)
-    from trouper.actors.rendering.media.processor import ImageProcessor
+        made = AudioProcessor(config, token)
+    else:
+        from trouper.actors.rendering.media.processor import ImageProcessor
 
-    return ImageProcessor(config, token)
+        made = ImageProcessor(config, token)
+    # A wrong option of the engine shows at its start, not at the first image.
+    made.check(config.processor_kwargs)
+    return made
 
 
 def _answer(

@@ -40,6 +40,7 @@ PENALTIES = "use repetition_penalty, presence_penalty or frequency_penalty"
 LEAVE_OUT = "leave it out"
 ONLY_TEXT = "answers are text; leave it out"
 USE_PARTS = "use parts of type image_url in a message"
+USE_MEDIA = "use /v1/chat/completions with images or recordings in a message"
 
 # Fields that change the generated text or its description, in any API.
 REFUSED = {
@@ -94,6 +95,10 @@ REFUSED = {
     "session_params": "send the whole conversation with every request",
     "separate_reasoning": "reasoning is always apart from the content",
     "stream_reasoning": "reasoning is streamed as it comes; use include_reasoning",
+    # Media of several servers, and of vLLM's prompts in Python
+    **dict.fromkeys(
+        ("image_data", "audio_data", "video_data", "images", "multimodal_data", "multi_modal_data", "multi_modal_uuids"),
+        USE_MEDIA),
     # Ollama and gateways
     "options": "give each option as a field of the request",
     "num_ctx": "the context is set at start, by --max-model-len",
@@ -322,6 +327,10 @@ POOLING = Others(
         "padding": "no padding counts here: texts are never made longer; leave it out",
         "late_interaction_params": "use /score or /rerank of a model for late interaction",
         "data": "use input or messages",
+        **dict.fromkeys(
+            ("image_data", "images", "multi_modal_data", "multi_modal_uuids"),
+            "use messages with images",
+        ),
     },
     {name: HARMLESS[name] for name in ("user", "metadata")},
 )
