@@ -1,6 +1,6 @@
-"""Measure images: the first token, the cost of a repeated image, text beside a tower, and streams beside an image.
+"""Measure images: the first token, a repeated image, a crowd of images, streams and texts beside a tower, and limits.
 
-    python -m trouper.bench.studies.models.images [--what first,again,streams,text] [--rounds 3] [--encode-ms 30] [--layers 30] [--longest-edge 2048] [--output FILE.json]
+    python -m trouper.bench.studies.models.images [--what first,again,…] [--rounds 3] [--output FILE.json]; `--help` lists all options
 
 The model has the shape of SmolVLM-256M and random weights in bfloat16: an image of 640 x 480 becomes 13 tiles of 64 rows.
 It is compared with transformers' `generate`, its image processor included.  Engines of one comparison are open together and
@@ -10,42 +10,40 @@ alternate, so that other work on the machine slows both.
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any, cast
 
-import numpy as np
-
 from trouper import LLM, EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from trouper.bench.report import about, percentile, write
+from trouper.bench.studies.models.image_limits import (
+    event_loop,
+    memory,
+    processing,
+    start_up,
+)
+from trouper.bench.studies.models.image_model import engine_options, prompt, timed, write_model
+from trouper.bench.studies.models.image_peers import Library, VllmProcess
 from trouper.inputs import PromptType
 
-ROWS = "<image>"
-SPECIAL = (
-    ROWS, "<fake_token_around_image>", "<global-img>", *(f"<row_{r}_col_{c}>" for r in range(1, 7) for c in range(1, 7)),
-)  # fmt: skip
-TOWER: dict[str, Any] = {
-    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
-    "image_size": 512, "patch_size": 16,
-}  # fmt: skip
-TEXT: dict[str, Any] = {
-    "vocab_size": 49280, "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9,
-    "num_key_value_heads": 3, "max_position_embeddings": 8192, "pad_token_id": 2,
-}  # fmt: skip
-QUESTION = " What is in this image?"
 NUM_STREAMS = 4
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What images cost.")
-    parser.add_argument("--what", default=",".join(STUDIES))
+    parser.add_argument("--what", default=",".join(name for name in STUDIES if name != "vllm"))
     parser.add_argument("--rounds", default=3, type=int)
     parser.add_argument("--encode-ms", default=30, type=int)
     parser.add_argument("--layers", default=30, type=int, help="of the text model")
     parser.add_argument("--longest-edge", default=2048, type=int, help="512 makes one tile")
+    parser.add_argument("--requests", default=16, type=int, help="simultaneous ones of `crowd`")
+    parser.add_argument("--seconds", default=10.0, type=float, help="of each turn of `loop`")
+    parser.add_argument("--images", default=1000, type=int, help="different ones of `memory`")
+    parser.add_argument("--vllm-python", help="an interpreter with vLLM, for `vllm`")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     results = dict[str, Any]()
@@ -59,68 +57,9 @@ def main() -> None:
         write(str(options.output), {"about": about(sys.argv[1:]), "results": results})
 
 
-def write_model(folder: Path, num_layers: int, longest_edge: int) -> None:
-    """Write a model of SmolVLM's shape without weights, with a tokenizer of bytes."""
-    import transformers as t
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytewise = Tokenizer(
-        models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[])
-    )
-    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytewise.decoder = decoders.ByteLevel()
-    tokenizer = t.PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="</s>")
-    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
-    config = t.SmolVLMConfig(
-        vision_config=TOWER,
-        text_config=t.LlamaConfig(**TEXT, num_hidden_layers=num_layers),
-        scale_factor=4,
-        image_token_id=cast("int", tokenizer.convert_tokens_to_ids(ROWS)),
-        tie_word_embeddings=False,
-        architectures=["SmolVLMForConditionalGeneration"],
-    )
-    images = t.SmolVLMImageProcessorPil(
-        size={"longest_edge": longest_edge}, max_image_size={"longest_edge": 512}
-    )
-    for each in (config, images, tokenizer):
-        each.save_pretrained(folder)
-    (folder / "processor_config.json").write_text('{"image_seq_len": 64}')
-
-
-def picture(seed: int) -> Any:
-    """Make an image of 640 x 480 random pixels."""
-    from PIL import Image
-
-    pixels = np.random.default_rng(seed).integers(0, 255, (480, 640, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
-
-
-def prompt(seed: int, before: str = "", behind: str = QUESTION) -> dict[str, Any]:
-    return {"prompt": before + ROWS + behind, "multi_modal_data": {"image": picture(seed)}}
-
-
-def engine_options(folder: Path, **given: Any) -> dict[str, Any]:
-    return {
-        "model": str(folder), "load_format": "dummy", "dtype": "bfloat16", "max_model_len": 2048,
-        "media_processor": "thread", "num_gpu_blocks_override": 1024, "block_size": 16, **given,
-    }  # fmt: skip
-
-
-def timed(work: Callable[[], Any]) -> float:
-    begin = perf_counter()
-    work()
-    return perf_counter() - begin
-
-
 def first_token(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     """Compare the seconds to the first token of an image with those of transformers, processing included."""
-    import torch
-    import transformers as t
-
-    config = t.AutoConfig.from_pretrained(folder)
-    model: Any = t.SmolVLMForConditionalGeneration._from_config(config, dtype=torch.bfloat16).eval()
-    images = t.SmolVLMImageProcessorPil.from_pretrained(folder)
+    library = Library(folder)
     one = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
     seconds: dict[str, list[float]] = {"trouper": [], "transformers": []}
     num_tokens = 0.0
@@ -132,16 +71,9 @@ def first_token(folder: Path, options: argparse.Namespace) -> dict[str, float]:
                     llm.generate(cast("PromptType", prompt(seed)), one, use_tqdm=False)
                 )
             )
-            ids = torch.tensor([list(found[0].prompt_token_ids)])
-            num_tokens = float(ids.shape[1])
-
-            def library(seed: int = seed, ids: Any = ids) -> None:
-                arrays = images(picture(seed), return_tensors="pt")
-                arrays["pixel_values"] = arrays["pixel_values"].bfloat16()
-                with torch.inference_mode():
-                    model.generate(input_ids=ids, **arrays, max_new_tokens=1, do_sample=False)
-
-            theirs = timed(library)
+            ids = list(found[0].prompt_token_ids)
+            num_tokens = float(len(ids))
+            theirs = timed(lambda seed=seed, ids=ids: library.generate(ids, seed, 1))
             if seed:
                 seconds["trouper"].append(ours)
                 seconds["transformers"].append(theirs)
@@ -152,6 +84,86 @@ def first_token(folder: Path, options: argparse.Namespace) -> dict[str, float]:
         "transformers_s": round(other, 3),
         "ratio": round(own / other, 3),
     }
+
+
+def crowd(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Compare simultaneous requests, each with an image of its own and 64 tokens of output, with transformers one by one.
+
+    Half of transformers' requests run before the engine's and half behind, so that a machine that slows down affects both.
+    """
+    library = Library(folder)
+    params = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
+    seconds: dict[str, list[float]] = {"trouper": [], "transformers": []}
+    with LLM(**engine_options(folder, media_processor="process")) as llm:
+
+        def ask(seeds: range) -> list[Any]:
+            given = [cast("PromptType", prompt(seed)) for seed in seeds]
+            return llm.generate(given, params, use_tqdm=False)
+
+        # All prompts have the same ids.
+        ids = list(ask(range(1))[0].prompt_token_ids)
+        library.generate(ids, 0, 2)
+        for turn in range(options.rounds):
+            first = 1 + turn * options.requests
+            seeds = range(first, first + options.requests)
+            middle = first + options.requests // 2
+
+            def one_by_one(seeds: range) -> None:
+                for seed in seeds:
+                    library.generate(ids, seed, 64)
+
+            before = timed(lambda: one_by_one(range(first, middle)))  # noqa: B023
+            seconds["trouper"].append(timed(lambda: ask(seeds)))  # noqa: B023
+            behind = timed(lambda: one_by_one(range(middle, seeds.stop)))  # noqa: B023
+            seconds["transformers"].append(before + behind)
+    return {
+        "requests": options.requests,
+        "prompt_tokens": len(ids),
+        **{f"{name}_s": round(median(values), 2) for name, values in seconds.items()},
+        "times as fast": round(_ratio(seconds["transformers"], seconds["trouper"]), 2),
+    }
+
+
+def vllm(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Compare the first token, and the requests of `crowd`, with vLLM's CPU build, in turn.
+
+    The model is named Idefics 3 for both: vLLM's processor of SmolVLM needs torchvision, which does not load beside torch's CPU build.
+    """
+    if options.vllm_python is None:
+        raise SystemExit("vllm: name an interpreter with vLLM by --vllm-python")
+    write_model(folder, options.layers, options.longest_edge, is_idefics=True)
+    seconds: dict[str, list[float]] = {
+        f"{what} {name}": [] for what in ("first", "crowd") for name in ("trouper", "vllm")
+    }
+    # vLLM is ready first, so that its start takes nothing from the engine.
+    with (
+        VllmProcess(options.vllm_python, folder) as peer,
+        LLM(**engine_options(folder, media_processor="process")) as llm,
+    ):
+        for turn in range(options.rounds + 1):
+            for what, num, num_tokens in (("first", 1, 1), ("crowd", options.requests, 64)):
+                first = 1000 * turn + (500 if num > 1 else 0)
+                seeds = range(first, first + (num if turn else 1))
+                given = [cast("PromptType", prompt(seed)) for seed in seeds]
+                params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+                begin = perf_counter()
+                found = llm.generate(given, params, use_tqdm=False)
+                ours = perf_counter() - begin
+                theirs, num_ids = peer.generate(seeds, num_tokens)
+                assert num_ids == len(found[0].prompt_token_ids), "prompts differ"
+                if turn:
+                    seconds[f"{what} trouper"].append(ours)
+                    seconds[f"{what} vllm"].append(theirs)
+    return {
+        **{f"{name} s": round(median(values), 2) for name, values in seconds.items()},
+        "first ratio": round(_ratio(seconds["first trouper"], seconds["first vllm"]), 3),
+        "crowd times as fast": round(_ratio(seconds["crowd vllm"], seconds["crowd trouper"]), 2),
+    }
+
+
+def _ratio(ones: list[float], others: list[float]) -> float:
+    """Return the median of the ratios of turns."""
+    return median(one / other for one, other in zip(ones, others, strict=True))
 
 
 def again(folder: Path, options: argparse.Namespace) -> dict[str, float]:
@@ -231,31 +243,56 @@ def _gaps(engine: LLMEngine, seed: int) -> tuple[list[float], list[float]]:
     return quiet, [b - a for a, b in pairwise(busy)]
 
 
-def text(folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Compare requests of text to the model with its tower, and without."""
+def text(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Compare requests of text to the model with its tower, and without.
+
+    The second half of the turns has engines that were opened in the other order.
+    """
+    shares = [
+        share
+        for is_first in (True, False)
+        for share in _text_shares(folder, 10 * options.rounds, is_first=is_first)
+    ]
+    return {
+        "turns": len(shares),
+        "share": round(median(shares), 3),
+        "quartiles": [round(percentile(shares, q), 3) for q in (25, 75)],
+    }
+
+
+def _text_shares(folder: Path, num_turns: int, *, is_first: bool) -> Iterator[float]:
+    """Yield the speed of the model with a tower as a share of the text model's, turn by turn."""
     params = SamplingParams(max_tokens=64, temperature=0, ignore_eos=True)
     prompts = [f"{i} a prompt of some tokens, without any image" for i in range(16)]
-    seconds: dict[str, list[float]] = {"with tower": [], "text model": []}
     common = engine_options(folder, enable_prefix_caching=False)
-    with LLM(**common) as seeing, LLM(**common, language_model_only=True) as blind:
-        for turn in range(4 * options.rounds + 1):
-            for name, llm in zip(seconds, (seeing, blind), strict=True):
-                spent = timed(lambda llm=llm: llm.generate(prompts, params, use_tqdm=False))
-                if turn:
-                    seconds[name].append(spent)
-    ours, alone = (min(values) for values in seconds.values())
-    return {
-        "with_tower_s": round(ours, 3),
-        "text_model_s": round(alone, 3),
-        "share": round(alone / ours, 3),
-    }
+    with ExitStack() as stack:
+        seeing, blind = (
+            stack.enter_context(LLM(**common, language_model_only=not sees))
+            for sees in (is_first, not is_first)
+        )
+        if not is_first:
+            seeing, blind = blind, seeing
+        for turn in range(-1, num_turns):
+            pair = [(0, seeing), (1, blind)]
+            spent = {
+                i: timed(lambda llm=llm: llm.generate(prompts, params, use_tqdm=False))
+                for i, llm in (pair if turn % 2 else reversed(pair))
+            }
+            if turn >= 0:
+                yield spent[1] / spent[0]
 
 
 STUDIES: dict[str, Callable[[Path, argparse.Namespace], dict[str, Any]]] = {
     "first": first_token,
     "again": again,
+    "crowd": crowd,
+    "vllm": vllm,
     "streams": streams,
     "text": text,
+    "loop": event_loop,
+    "processing": processing,
+    "start": start_up,
+    "memory": memory,
 }
 
 
