@@ -1,6 +1,7 @@
 """Models that see give the logprobs of transformers, whatever is chunked, cached, preempted or beside an image."""
 
 import io
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from tests.support.vision import FAMILIES, VisionModel, image, picture, text
 from trouper import LLM, BeamSearchParams, LLMEngine, RequestOutputKind, SamplingParams
 from trouper.actors.executor.media.encoder import MediaEncoder
-from trouper.actors.executor.media.tower import MediaTower
+from trouper.actors.executor.media.tower import MediaTower, _grey
 from trouper.actors.executor.steps.request_slots import Axes
 from trouper.actors.executor.weights.tower import load_tower
 from trouper.actors.messages.media import MediaItem
@@ -464,6 +465,14 @@ def test_a_failing_tower_ends_only_its_request(llava, monkeypatch):
             llm.generate(prompts, params(), use_tqdm=False)
         assert len(caught.value.request_ids) == 1
         assert llm.generate(prompts[::2], params(), use_tqdm=False)[1].finished
+
+
+def test_trial_of_large_tiles_is_small():
+    vision = SimpleNamespace(image_size=512, patch_size=16, model_type="smolvlm_vision")
+    config = SimpleNamespace(vision_config=vision, scale_factor=4)
+    made = _grey(config, ("pixel_values", "pixel_attention_mask"))
+    assert made["pixel_values"].shape == (1, 1, 3, 128, 128)
+    assert made["pixel_attention_mask"].shape == (1, 1, 128, 128)
 
 
 @pytest.mark.parametrize(

@@ -171,8 +171,11 @@ def _grey(config: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
         return {"pixel_values": torch.full((side * side, width), 0.5), "image_grid_thw": grid}
     side, patch = _first(vision.image_size), _first(vision.patch_size)
     is_pixtral = vision.model_type == "pixtral"
+    # Towers that take images of any size get two rows by two. A whole tile of Idefics 3 would take half a second at every start.
     if is_pixtral:
         side = 2 * patch * int(getattr(config, "spatial_merge_size", 1))
+    elif "pixel_attention_mask" in names:
+        side = 2 * patch * int(config.scale_factor)
     tiles: tuple[int, ...] = ()
     if pinpoints := getattr(config, "image_grid_pinpoints", None):
         from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
