@@ -4,7 +4,8 @@
 
 All servers run at the same time, and one has work at a time, so other work on the machine meets all of them.  A round sends the same
 requests to each server, in a changing order.  The ratios are medians over the rounds, each against the server without a journal in the
-same round.  The gaps are those between two events of a stream as its client sees them, over all rounds.
+same round.  The gaps are those between two events of a stream as its client sees them, over all rounds.  The processor time is that of
+the server's process for each token, without the model's own process: other work on the machine hardly changes it.
 """
 
 import argparse
@@ -14,13 +15,13 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import anyio
 
 from trouper.bench.datasets import SampleRequest
 from trouper.bench.report import about, percentile, write
 from trouper.bench.serve import (
+    LocalServer,
     Outcome,
     RequestLoad,
     demo_of_length,
@@ -30,6 +31,7 @@ from trouper.bench.serve import (
     open_client,
     send_all,
 )
+from trouper.bench.studies.server.server_under_test import cpu_s
 
 # The last one is no journal, but a record of each request.
 POLICIES = "none", "off", "group", "step", "record"
@@ -60,15 +62,18 @@ def main() -> None:
             model, "--max-num-seqs", str(options.streams), "--max-model-len", str(length),
             "--dtype", options.dtype, "--load-format", "auto" if options.model else "dummy",
         ]  # fmt: skip
-        urls = {
-            policy: _url(stack.enter_context(local_server(*arguments, *_journal(folder, policy))))
+        servers = {
+            policy: stack.enter_context(local_server(*arguments, *_journal(folder, policy)))
             for policy in ("none", *options.policies)
         }
-        results = anyio.run(_measure, urls, options.streams, options.tokens, options.rounds)
-    print(f"{'journal':10}{'tokens/s':>10}{'ratio':>8}{'gap ms p50':>12}{'p99':>8}{'p99.9':>8}")
+        results = anyio.run(_measure, servers, options.streams, options.tokens, options.rounds)
+    print(
+        f"{'journal':10}{'tokens/s':>10}{'ratio':>8}{'cpu us/token':>14}"
+        f"{'gap ms p50':>12}{'p99':>8}{'p99.9':>8}"
+    )
     for policy, found in results.items():
         print(
-            f"{policy:10}{found['tokens_s']:10.1f}{found['ratio']:8.3f}"
+            f"{policy:10}{found['tokens_s']:10.1f}{found['ratio']:8.3f}{found['cpu_us']:14.1f}"
             f"{found['gap_p50_ms']:12.2f}{found['gap_p99_ms']:8.2f}{found['gap_p99.9_ms']:8.2f}"
         )
     if options.output:
@@ -94,29 +99,32 @@ def _journal(folder: str, policy: str) -> list[str]:
     return ["--journal", place, "--journal-sync", policy, "--durable-streams", "all"]
 
 
-def _url(server: Any) -> str:
-    return f"http://127.0.0.1:{server.port}/v1"
-
-
 async def _measure(
-    urls: dict[str, str], num_streams: int, num_tokens: int, num_rounds: int
+    servers: dict[str, LocalServer], num_streams: int, num_tokens: int, num_rounds: int
 ) -> dict[str, dict[str, float]]:
     """Return the figures of each policy.  Raises SystemExit if a request fails."""
-    rates: dict[str, list[float]] = {policy: [] for policy in urls}
-    gaps: dict[str, list[float]] = {policy: [] for policy in urls}
+    rates: dict[str, list[float]] = {policy: [] for policy in servers}
+    gaps: dict[str, list[float]] = {policy: [] for policy in servers}
+    cpu_us: dict[str, list[float]] = {policy: [] for policy in servers}
     # The first round warms up.
     for number in range(num_rounds + 1):
-        order = list(urls)[number % len(urls) :] + list(urls)[: number % len(urls)]
+        order = list(servers)[number % len(servers) :] + list(servers)[: number % len(servers)]
         for policy in order:
-            outcomes, rate = await _play(urls[policy], num_streams, num_tokens, number)
+            server = servers[policy]
+            before = cpu_s(server.pid)
+            url = f"http://127.0.0.1:{server.port}/v1"
+            outcomes, rate = await _play(url, num_streams, num_tokens, number)
             if number:
                 rates[policy].append(rate)
                 gaps[policy] += [1000 * gap for outcome in outcomes for gap in outcome.gaps]
+                spent = cpu_s(server.pid) - before
+                cpu_us[policy].append(1e6 * spent / (num_streams * num_tokens))
     plain = rates["none"]
     return {
         policy: {
             "tokens_s": median(found),
             "ratio": median(a / b for a, b in zip(found, plain, strict=True)),
+            "cpu_us": median(cpu_us[policy]),
             "gap_p50_ms": percentile(gaps[policy], 50),
             "gap_p99_ms": percentile(gaps[policy], 99),
             "gap_p99.9_ms": percentile(gaps[policy], 99.9),

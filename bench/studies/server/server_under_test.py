@@ -65,11 +65,11 @@ class ServerUnderTest:
         before = self._get("/metrics")
         self.callers.run_until(perf_counter() + CATCH_UP_S)
         outcomes = self.outcomes.copy()
-        frames, server, begin = self.callers.num_frames.copy(), self._cpu_s(), perf_counter()
+        frames, server, begin = self.callers.num_frames.copy(), cpu_s(self._pid), perf_counter()
         cpu = process_time()
         self.callers.run_until(begin + seconds)
         took, cpu = perf_counter() - begin, process_time() - cpu
-        server, frames = self._cpu_s() - server, self.callers.num_frames - frames
+        server, frames = cpu_s(self._pid) - server, self.callers.num_frames - frames
         outcomes, after = self.outcomes - outcomes, self._get("/metrics")
         return TimedTurn(
             took,
@@ -101,17 +101,18 @@ class ServerUnderTest:
             "kv_cache_usage": _metric(metrics, "kv_cache_usage_perc"),
         }
 
-    def _cpu_s(self) -> float:
-        """Processor time of all the server's threads so far."""
-        fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
-        return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
-
     def _get(self, path: str) -> bytes:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
         connection.request("GET", path)
         answer = connection.getresponse().read()
         connection.close()
         return answer
+
+
+def cpu_s(pid: int) -> float:
+    """Return the processor time of all threads of a process so far, without its children."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 @cache
