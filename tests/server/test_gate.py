@@ -357,3 +357,39 @@ async def test_large_body_counts_as_longest_prompt(engine):
     num_bytes = engine.config.max_model_len * BYTES_PER_TOKEN
     assert service.counted_bytes(2**25, 3) == 3 * num_bytes
     assert service.counted_bytes(100, 1) == 100
+
+
+async def test_promised_work_enters_before_newcomers(gate):
+    with gate.enter("", 1) as first, gate.enter("", 1) as second:
+        places = [gate.promise("", 1) for _ in range(2)]
+        first.leave()
+        # No newcomer comes between the free place and the next promise.
+        with pytest.raises(HTTPError, match="earlier"):
+            gate.enter("", 1)
+        with pytest.raises(HTTPError, match="earlier"):
+            gate.check("", 1)
+        with places[0]:
+            ticket = await places[0].ticket()
+            # A promise may be larger than what is free.
+            ticket.size(1, 1, 8, 5, 0)
+            second.leave()
+        with places[1]:
+            await places[1].ticket()
+            with gate.enter("", 1):
+                assert gate.admission.num_sequences == 2
+
+
+@pytest.mark.parametrize("is_promised", [False, True])
+async def test_promised_work_is_never_evicted(gate, is_promised):
+    make = gate.promise if is_promised else gate.enter
+    with make("a", 1) as first, make("a", 1) as second:
+        tickets = [await each.ticket() if is_promised else each for each in (first, second)]
+        for ticket in tickets:
+            gate.wait(ticket.entry)
+        if is_promised:
+            with pytest.raises(HTTPError):
+                gate.enter("b", 1)
+            assert gate.admission.trim(0) == []
+        else:
+            with gate.enter("b", 1), pytest.raises(HTTPError):
+                await tickets[1].wait_turn()

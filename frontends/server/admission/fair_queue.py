@@ -56,6 +56,8 @@ class Entry:
         self.phase = Phase.ENTERED
         # The tokens charged to the tenant's counter.
         self.num_charged = 0
+        # Whether an earlier process has admitted it, so that it is neither refused for its size nor evicted.
+        self.is_promised = False
 
     def __repr__(self) -> str:
         return f"<Entry {self.number} of {self.tenant!r} {self.phase.value}>"
@@ -99,12 +101,15 @@ class FairQueue:
         num_waiting = sum(map(len, self._waiting.values()))
         return f"<FairQueue {self.num_sequences} of {self.max_sequences}, {num_waiting} waiting>"
 
-    def enter(self, tenant: str, num_tokens: int) -> tuple[Entry, list[Entry]]:
+    def enter(
+        self, tenant: str, num_tokens: int, *, is_promised: bool = False
+    ) -> tuple[Entry, list[Entry]]:
         """Admit a request of one sequence.  Returns its entry and the evicted ones.  Raises Full.
 
         A tenant with more than its share may lose its newest requests to another tenant with less.
         """
         entry = Entry(self._num_entered, tenant, num_tokens)
+        entry.is_promised = is_promised
         gone = self._make_room(entry)
         self._num_entered += 1
         self.num_requests += 1
@@ -131,6 +136,8 @@ class FairQueue:
         try:
             return self._make_room(entry)
         except Full:
+            if entry.is_promised:
+                return []
             entry.num_sequences, entry.num_tokens = before
             raise
         finally:
@@ -200,7 +207,8 @@ class FairQueue:
         while num_left > 1 and num_tokens_left > num_tokens:
             held = {tenant: (held[0], held[1]) for tenant, held in self._held.items()}
             victim = self._victim(held, [], 0.0, MAX_PRIORITY)
-            assert victim is not None
+            if victim is None:
+                break
             self.leave(victim)
             gone.append(victim)
             num_left -= 1
@@ -273,7 +281,11 @@ class FairQueue:
     ) -> Entry | None:
         """Find the last queued request of the tenant with the most usage, unless the tenant would keep less than `share`."""
         for tenant in sorted(held, key=lambda tenant: self._share(*held[tenant]), reverse=True):
-            queue = [entry for entry in self._waiting.get(tenant, ()) if entry not in gone]
+            queue = [
+                entry
+                for entry in self._waiting.get(tenant, ())
+                if not (entry in gone or entry.is_promised)
+            ]
             if not queue or queue[-1].priority > priority:
                 continue
             if self._share(*_without(held[tenant], queue[-1])) >= share:

@@ -5,6 +5,7 @@ refused requests.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Protocol, Self
@@ -75,6 +76,8 @@ class AdmissionGate:
         self._refusing_since: float | None = None
         self._resumed_at = self._looked_at = -math.inf
         self._tickets: dict[Entry, AdmissionTicket] = {}
+        # Work that was admitted by an earlier process, in that order, until there is room for it.
+        self._promised: deque[PromisedPlace] = deque()
 
     def __repr__(self) -> str:
         return f"<AdmissionGate {self.admission!r}>"
@@ -84,6 +87,7 @@ class AdmissionGate:
 
         The size of the body is estimated as tokens, because nothing has been tokenized yet.
         """
+        self._check_promises()
         self._limit()
         num_tokens = num_bytes // BYTES_PER_TOKEN
         try:
@@ -98,18 +102,64 @@ class AdmissionGate:
 
         The ticket must be used in a `with` block.  Other requests may be evicted to make room.
         """
+        self._check_promises()
         self._limit()
         try:
-            entry, gone = self.admission.enter(tenant, num_bytes // BYTES_PER_TOKEN)
+            return self._admit(tenant, num_bytes)
         except Full as full:
+            raise self._refuse_full(full) from None
+
+    def _admit(
+        self, tenant: str, num_bytes: int, *, is_promised: bool = False
+    ) -> "AdmissionTicket":
+        """Raises Full."""
+        num_tokens = num_bytes // BYTES_PER_TOKEN
+        try:
+            entry, gone = self.admission.enter(tenant, num_tokens, is_promised=is_promised)
+        except Full:
             if not self._release_read():
-                raise self._refuse_full(full) from None
-            return self.enter(tenant, num_bytes)
+                raise
+            return self._admit(tenant, num_bytes, is_promised=is_promised)
         self._refusing_since = None
         self._evict(gone)
         ticket = AdmissionTicket(self, entry, num_bytes)
         self._tickets[entry] = ticket
         return ticket
+
+    def promise(self, tenant: str, num_bytes: int) -> "PromisedPlace":
+        """Reserve a place for work that an earlier process has admitted: now, or as soon as there is room.
+
+        Until then no new request enters, so an answer that goes on never waits behind a newcomer.
+        """
+        place = PromisedPlace(self, tenant, num_bytes)
+        self._promised.append(place)
+        self.keep_promises()
+        return place
+
+    def keep_promises(self) -> None:
+        """Let promised work enter while there is room for the first of it."""
+        while self._promised and not (self.level >= Level.SHED_ALL or self._has_too_much_prefill):
+            place = self._promised[0]
+            self._limit()
+            try:
+                ticket = self._admit(place.tenant, place.num_bytes, is_promised=True)
+            except Full:
+                # It fits at the latest when it is the only request.
+                return
+            self._promised.popleft()
+            place.keep(ticket)
+
+    def withdraw(self, place: "PromisedPlace") -> None:
+        """Forget a promise that is not kept yet.  Idempotent."""
+        if place in self._promised:
+            self._promised.remove(place)
+            self.keep_promises()
+
+    def _check_promises(self) -> None:
+        """Raise HTTPError (503) if work of an earlier process waits for room."""
+        if self._promised:
+            text = "the server first goes on with answers that it began earlier, try again later"
+            raise self.refuse("overloaded", text)
 
     def refusing_s(self) -> float:
         """Return for how many seconds all requests have been refused; 0 if one would be admitted now.
@@ -178,6 +228,7 @@ class AdmissionGate:
 
         It is called after every change that may free a place, and by the monitor.
         """
+        self.keep_promises()
         if self.admission.num_sequences == self.admission.num_started:
             return
         started = self.admission.next_starts()
@@ -227,7 +278,7 @@ class AdmissionGate:
     # For tickets
 
     def resize(self, entry: Entry, num_sequences: int, num_tokens: int, priority: int) -> None:
-        if self.level >= Level.SHED_LOWEST and priority < 0:
+        if self.level >= Level.SHED_LOWEST and priority < 0 and not entry.is_promised:
             raise self.refuse(
                 "overloaded", "the server is overloaded and refuses requests of negative priority"
             )
@@ -348,3 +399,40 @@ class AdmissionTicket:
         traceback: TracebackType | None,
     ) -> None:
         self.leave()
+
+
+class PromisedPlace:
+    """The place of work that an earlier process has admitted, returned at the latest at the end of its `with` block."""
+
+    def __init__(self, gate: AdmissionGate, tenant: str, num_bytes: int) -> None:
+        self.tenant, self.num_bytes = tenant, num_bytes
+        self._gate = gate
+        self._ticket: AdmissionTicket | None = None
+        self._is_kept = anyio.Event()
+
+    def __repr__(self) -> str:
+        return f"<PromisedPlace of {self.tenant!r}: {self._ticket!r}>"
+
+    def keep(self, ticket: AdmissionTicket) -> None:
+        """Take the place."""
+        self._ticket = ticket
+        self._is_kept.set()
+
+    async def ticket(self) -> AdmissionTicket:
+        """Wait until there is room."""
+        await self._is_kept.wait()
+        assert self._ticket is not None
+        return self._ticket
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._gate.withdraw(self)
+        if self._ticket is not None:
+            self._ticket.leave()

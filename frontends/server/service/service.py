@@ -20,7 +20,12 @@ from trouper.config.model import ModelFiles
 from trouper.errors import TrouperNotFoundError
 from trouper.frontends.dialects.answer_format import AnswerFormat
 from trouper.frontends.python.parsing import format_of
-from trouper.frontends.server.admission.gate import BYTES_PER_TOKEN, AdmissionGate, AdmissionTicket
+from trouper.frontends.server.admission.gate import (
+    BYTES_PER_TOKEN,
+    AdmissionGate,
+    AdmissionTicket,
+    PromisedPlace,
+)
 from trouper.frontends.server.admission.overload import (
     Ladder,
     Level,
@@ -322,6 +327,12 @@ class Service:
         num_bytes = self.counted_bytes(context.num_body_bytes, 1)
         self._note_throughput()
         return self.gate.enter(context.tenant, num_bytes)
+
+    def promise(self, context: RequestContext) -> PromisedPlace:
+        """Reserve a place for an answer that an earlier process has begun, in front of all new requests."""
+        num_bytes = self.counted_bytes(context.num_body_bytes, 1)
+        self._note_throughput()
+        return self.gate.promise(context.tenant, num_bytes)
 
     def counted_bytes(self, num_bytes: int, num_prompts: int) -> int:
         """Bound the bytes that count against the limits: a prompt never counts for more than the model's context."""
