@@ -153,7 +153,7 @@ async def test_successor_gets_the_listeners(world):
             assert listeners.public[0].sock.getsockname()[1] == world.port
             await in_thread(predecessor.take, b"model")
             assert world.server.calls == ["stop", "close model"]
-            predecessor.finish(listeners)
+            await in_thread(predecessor.finish, listeners)
             with anyio.fail_after(5):
                 await world.server.has_left.wait()
             assert world.server.calls[2:] == ["leave"]
@@ -203,6 +203,49 @@ async def test_late_successor_leaves_the_listeners(world, monkeypatch):
         with anyio.fail_after(5):
             await world.server.accepts.wait()
         tasks.cancel_scope.cancel()
+
+
+@pytest.mark.anyio
+async def test_server_that_goes_on_refuses_a_late_end(world, monkeypatch):
+    monkeypatch.setattr(hand_over, "DONE_S", 0.01)
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(world.hand_over.listen)
+        predecessor = await in_thread(world.ask)
+        listeners = OpenListeners(predecessor.sockets)
+        predecessor._link.sendall(hand_over._encode(hand_over.Take(b"m")))
+        await world.server.accepts.wait()
+        # As if it had been stopped for a long time.
+        released = hand_over._encode(hand_over.Released())
+        assert predecessor._link.recv(len(released)) == released
+        with pytest.raises(TrouperValidationError, match="the running server goes on"):
+            await in_thread(predecessor.finish, listeners)
+        assert not listeners.owns_files
+        predecessor.close()
+        listeners.__exit__()
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.anyio
+async def test_server_goes_on_after_an_unheard_end(world, monkeypatch):
+    """The server is stopped while its successor waits for the last answer."""
+    monkeypatch.setattr(hand_over, "ANSWER_S", 0.01)
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    theirs.setblocking(False)
+    predecessor = Predecessor(ours, hand_over.Offer(1, []), [])
+    with pytest.raises(TrouperValidationError, match="does not answer"):
+        await in_thread(predecessor.finish, OpenListeners({}))
+
+    class Stopped(hand_over._Channel):
+        async def send(self, message, files=()):
+            if not isinstance(message, hand_over.Released):
+                await super().send(message, files)
+
+    async with await anyio.abc.UNIXSocketStream.from_socket(theirs) as stream:
+        with pytest.raises((anyio.BrokenResourceError, OSError)):
+            await world.hand_over._pass_on(Stopped(stream), b"m")
+    assert not world.hand_over.is_done
+    assert world.server.calls[-1] == "accept"
+    predecessor.close()
 
 
 @pytest.mark.anyio

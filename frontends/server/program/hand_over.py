@@ -1,12 +1,14 @@
 """Pass the listening sockets of a running server to its successor, so that an upgrade refuses no connection.
 
-    successor: Ask → (loads) → Take → (opens the journal) → Done      server: Offer and the sockets → Released → leaves
+    successor: Ask → (loads) → Take → (opens the journal) → Done      server: Offer and the sockets → Released → Left
 
 The server offers its sockets at a socket file next to that of `--admin-uds`.  A successor gets copies of them at once, but accepts nothing
 until its model is ready.  Then the server stops accepting and closes its journal; new connections wait in the kernel meanwhile.
 
-Laws.  Only a process of the same user gets an answer.  Until `Done`, whatever happens to the successor, the server accepts again and goes on.
-After `Done` it only finishes what it has begun.
+Laws.  Only a process of the same user gets an answer.  Until it has sent `Left`, whatever happens to the successor, the server accepts again
+and goes on; then it only finishes what it has begun.  The successor accepts when it has received `Left`, or when the server has ended.  A
+successor that waits no longer closes the connection first, so that `Left` cannot be sent any more: also if either is stopped at any moment,
+exactly one of them goes on.
 """
 
 import math
@@ -27,7 +29,7 @@ from trouper.frontends.server.http.listeners import LOOPBACK, OLLAMA_PORT, OpenL
 from trouper.frontends.server.shared.settings import ServeSettings
 
 # Of the messages below; servers of different versions refuse each other.
-PROTOCOL = 1
+PROTOCOL = 2
 SUFFIX = ".take-over"
 # The longest message: a path of 4 KiB, and some hundred names of adapters.
 MAX_BYTES = 2**16
@@ -43,6 +45,8 @@ DONE_S = 60.0
 FINISH_S = 45.0
 # Seconds between two attempts to accept after an error.
 RETRY_S = 1.0
+SILENT = "the running server does not answer"
+TOO_LATE = f"it took longer than {DONE_S:g} s to begin, so the running server goes on"
 CREDENTIALS = struct.Struct("3i")
 
 
@@ -85,6 +89,10 @@ class Released(msgspec.Struct, frozen=True, tag=True):
     """The server accepts no more, and its journal is closed."""
 
 
+class Left(msgspec.Struct, frozen=True, tag=True):
+    """The server only finishes what it has begun."""
+
+
 class TakeOverRefusal(msgspec.Struct, frozen=True, tag=True):
     """Why there is no take-over, and the option to change."""
 
@@ -92,7 +100,7 @@ class TakeOverRefusal(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Message = Ask | Take | Done | Offer | Released | TakeOverRefusal
+Message = Ask | Take | Done | Offer | Released | Left | TakeOverRefusal
 
 
 def describe_server(settings: ServeSettings) -> Ask:
@@ -273,8 +281,16 @@ class HandOver:
                 await channel.send(TakeOverRefusal("journal", problem))
                 return
             await channel.send(Released())
-            with anyio.fail_after(DONE_S):
-                self.is_done = isinstance(await channel.receive(), Done)
+            done: Message | None = None
+            with anyio.move_on_after(DONE_S):
+                done = await channel.receive()
+            if done is None:
+                await channel.send(TakeOverRefusal("take_over", TOO_LATE))
+                raise TimeoutError(TOO_LATE)
+            if isinstance(done, Done):
+                # It fails if the successor waits no longer.
+                await channel.send(Left())
+                self.is_done = True
         finally:
             if not self.is_done:
                 self._server.reopen_journal()
@@ -354,27 +370,41 @@ class Predecessor:
             data = self._link.recv(MAX_BYTES)
         except TimeoutError:
             # It may still accept.
-            raise invalid("take_over", "the running server does not answer", self.pid) from None
+            raise invalid("take_over", SILENT, self.pid) from None
         except OSError:
             return
-        if data and not isinstance(answer := _decode(data), Released):
+        if data and not isinstance(answer := _last(data), Released):
             raise _refused(answer)
         if data:
             self._latest = time.monotonic() + FINISH_S
 
     def finish(self, listeners: OpenListeners) -> None:
-        """Let the running server leave.  It goes on if this is not called.
+        """Let the running server leave.  It goes on if this is not called, or fails.  Call it from a thread.
 
         Raises:
-            TrouperValidationError: this comes so late that the running server may have gone on.
+            TrouperValidationError: this comes too late, or the running server does not answer.
         """
         if time.monotonic() > self._latest:
             raise invalid("take_over", f"took longer than {FINISH_S:g} s to begin", self.pid)
-        listeners.owns_files = True
+        self._link.settimeout(ANSWER_S)
         try:
             self._link.sendall(_encode(Done()))
         except OSError:
+            # It has ended, or its refusal can still be read.
             pass
+        try:
+            data = self._link.recv(MAX_BYTES)
+        except TimeoutError:
+            # It cannot answer from now on, but may have done so just before.
+            self._link.shutdown(socket.SHUT_RDWR)
+            data = self._link.recv(MAX_BYTES)
+            if not data:
+                raise invalid("take_over", SILENT, self.pid) from None
+        except OSError:
+            data = b""
+        if data and not isinstance(answer := _last(data), Left):
+            raise _refused(answer)
+        listeners.owns_files = True
         self._link.close()
 
     def close(self) -> None:
@@ -419,6 +449,11 @@ def _decode(data: bytes) -> Message:
         return msgspec.json.decode(data, type=Message)
     except msgspec.MsgspecError as error:
         raise ValueError(str(error)) from None
+
+
+def _last(data: bytes) -> Message:
+    """Return the last one of some messages: a refusal may have followed an answer that was not read for long."""
+    return _decode(data.splitlines()[-1])
 
 
 def _refused(answer: Message | None) -> TrouperValidationError:

@@ -335,7 +335,7 @@ class Server:
                 self._service.open(engine.engine)
                 self._resume()
                 if self._predecessor is not None:
-                    self._predecessor.finish(opened)
+                    await anyio.to_thread.run_sync(self._predecessor.finish, opened)
                     self._report(f"took over from process {self._predecessor.pid}")
                     self._start_accepting()
                 is_open = True
