@@ -38,14 +38,16 @@ def free_port():
 class KilledServer:
     """A server with a journal, which is started again and again at the same port."""
 
-    def __init__(self, folder, dice):
+    def __init__(
+        self, folder, dice=None, options=("--max-model-len", "512", "--max-num-seqs", "8")
+    ):
         self.folder, self.dice, self.port = Path(folder), dice, free_port()
+        self.options = options
         self.process, self.num_safe = None, 0
 
     def start(self):
         command = [sys.executable, "-m", "trouper", "serve", "--port", str(self.port)]
-        command += ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8"]
-        command += ["--journal", str(self.folder)]
+        command += ["--dtype", "float32", "--journal", str(self.folder), *self.options]
         with open(self.folder.with_suffix(".log"), "ab") as log:
             self.process = subprocess.Popen(
                 command, start_new_session=True, stdout=log, stderr=subprocess.STDOUT

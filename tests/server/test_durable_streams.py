@@ -9,13 +9,23 @@ import anyio.lowlevel
 import msgspec
 import pytest
 
+from trouper.errors import EngineDeadError
 from trouper.frontends.dialects.answer_format import AnswerFormat
 from trouper.frontends.server.durable.journal import Journal
 from trouper.frontends.server.durable.segments import Segments
-from trouper.frontends.server.durable.streams import DurableStream, DurableStreams, answer_digest
-from trouper.frontends.server.generation.durable import StreamRun, start_recovered
+from trouper.frontends.server.durable.streams import (
+    DurableStream,
+    DurableStreams,
+    answer_digest,
+    lost,
+)
+from trouper.frontends.server.generation.durable import (
+    Remains,
+    StreamRun,
+    start_recovered,
+    what_remains,
+)
 from trouper.frontends.server.http.context import RequestContext
-from trouper.frontends.server.service.background import BackgroundTasks
 from trouper.frontends.server.shared.errors import HTTPError
 from trouper.params import SamplingParams
 
@@ -472,30 +482,58 @@ async def test_recovered_streams_wait_for_room(life):
         assert client.service.journal.streams.num_resumed == 5
 
 
-class Full:
-    """A server without room."""
+async def test_newcomers_wait_for_recovered_streams(life):
+    path, body = case("chats", max_tokens=60)
+    async with life() as client:
+        for number in range(4):
+            await begin(client, path, body, 3, [("idempotency-key", str(number))])
+    async with life(max_requests=1) as client:
+        streams = client.service.journal.streams.of(b"")
+        other = await client.post(path, {**body, "max_tokens": 1})
+        assert (other.status, other.error["code"]) == (503, "overloaded")
+        assert "earlier" in other.error["message"]
+        while other.status == 503:
+            other = await client.post(path, {**body, "max_tokens": 1})
+        assert sum(not stream.is_over for stream in streams) <= 1
 
-    def __init__(self):
-        self.background = BackgroundTasks()
 
-    def enter(self, _):
-        raise HTTPError(503, "overloaded", "full")
-
-
-async def test_readers_of_a_cut_answer_do_not_wait():
-    service, stream = Full(), DurableStream("one", b"", "/v1/completions", b"", b"", 0.0)
-    context = RequestContext(
-        {"path": "/v1/completions", "method": "POST", "headers": []}, None, None
-    )
+async def test_readers_of_a_cut_answer_do_not_wait(app):
+    service, stream = app.service, DurableStream("one", b"", "/v1/completions", b"", b"", 0.0)
+    context = RequestContext.without_client("/v1/completions")
+    service.gate.admission.max_sequences = 1
     async with anyio.create_task_group() as tasks:
         await tasks.start(service.background.run_tasks)
-        start_recovered(service, context, "one", None, lambda: stream.end(1.0, is_cut=True))
-        await anyio.lowlevel.checkpoint()
-        service.background.cancel("one")
-        with anyio.fail_after(5):
-            await stream.wait_head()
-        assert stream.is_cut
-        tasks.cancel_scope.cancel()
+        with service.gate.enter("", 1):
+            start_recovered(service, context, "one", None, lambda: stream.end(1.0, is_cut=True))
+            await anyio.lowlevel.checkpoint()
+            service.background.cancel("one")
+            with anyio.fail_after(5):
+                await stream.wait_head()
+            assert stream.is_cut
+        with service.gate.enter("", 1):
+            tasks.cancel_scope.cancel()
+
+
+REFUSED, LOST, DEAD = HTTPError(503, "overloaded", ""), lost("x"), EngineDeadError("dead")
+ENDS = [
+    (None, {}, Remains.END),
+    (None, {"is_draining": True}, Remains.END),
+    (ValueError(), {"has_begun": True}, Remains.END),
+    (ValueError(), {"has_begun": True, "is_draining": True}, Remains.REQUEST),
+    (DEAD, {"has_begun": True}, Remains.REQUEST),
+    (REFUSED, {}, Remains.NOTHING),
+    (REFUSED, {"is_resumed": True}, Remains.REQUEST),
+    (LOST, {"is_resumed": True}, Remains.REQUEST),
+    (ValueError(), {"is_resumed": True}, Remains.NOTHING),
+    (DEAD, {}, Remains.NOTHING_HERE),
+    (REFUSED, {"is_draining": True}, Remains.NOTHING_HERE),
+]
+
+
+@pytest.mark.parametrize(("error", "facts", "expected"), ENDS)
+def test_only_answers_and_promises_remain(error, facts, expected):
+    usual = {"has_begun": False, "is_resumed": False, "is_draining": False}
+    assert what_remains(error, **usual | facts) is expected
 
 
 class LaterParams(SamplingParams):

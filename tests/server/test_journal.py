@@ -19,7 +19,7 @@ from trouper.errors import TrouperValidationError
 from trouper.frontends.server.durable import frames, records, segments
 from trouper.frontends.server.durable import journal as journal_module
 from trouper.frontends.server.durable.disk import FolderDisk
-from trouper.frontends.server.durable.journal import Journal
+from trouper.frontends.server.durable.journal import Journal, PendingRecords
 from trouper.frontends.server.durable.records import (
     Admitted,
     Gone,
@@ -28,6 +28,7 @@ from trouper.frontends.server.durable.records import (
     Tokens,
 )
 from trouper.frontends.server.durable.segments import JournalError, Segments
+from trouper.frontends.server.durable.streams import DurableStream
 
 MODEL = bytes(32)
 NUM_SCHEDULES, LIMIT = 300, 1500
@@ -533,6 +534,31 @@ async def test_tokens_wait_again_after_a_stall(stalled, disk, monkeypatch):
 
 
 @pytest.mark.trio
+async def test_reader_wakes_after_a_short_stall(stalled):
+    journal, go_on = stalled
+    stream, found = DurableStream("a", b"", "/", b"", b"", 0.0), []
+
+    async def read():
+        found.append(await stream.wait(0))
+
+    async with trio.open_nursery() as tasks:
+        journal.put(Admitted("a", b"", b"{}"), stream)
+        stream.add(b"1")
+        journal._release_late(journal._pending)
+        # The disk has caught up before any reader looks.
+        journal._note_written(PendingRecords(), None)
+        stream.add(b"2")
+        tasks.start_soon(read)
+        await trio.testing.wait_all_tasks_blocked()
+        assert not found
+        go_on(10)
+        await tasks.start(journal.run_writer)
+        await until(lambda: found)
+        tasks.cancel_scope.cancel()
+    assert found == [2]
+
+
+@pytest.mark.trio
 async def test_writes_go_on_while_the_disk_syncs(disk, monkeypatch):
     monkeypatch.setattr(journal_module, "GROUP_S", 0.0)
     journal, syncs, right = Journal(segments_on(disk), "group", 600), threading.Event(), disk.sync
@@ -611,6 +637,33 @@ async def test_journal_that_cannot_be_written_is_not_lent(tmp_path, monkeypatch,
         monkeypatch.undo()
         writers.cancel_scope.cancel()
     journal._segments.release()
+
+
+@pytest.mark.trio
+@pytest.mark.parametrize("method", ["write", "sync"])
+async def test_hanging_disk_does_not_hang_the_lender(disk, monkeypatch, method):
+    journal, right = Journal(segments_on(disk), "group", 600), getattr(disk, method)
+    goes_on = threading.Event()
+
+    def hang(*args):
+        assert goes_on.wait(10)
+        return right(*args)
+
+    async with trio.open_nursery() as writers:
+        await writers.start(journal.run_writer)
+        monkeypatch.setattr(journal_module, "GROUP_S", 1e9)
+        await journal.admit(Admitted("a", b"", b"{}"))
+        monkeypatch.setattr(disk, method, hang)
+        with monkeypatch.context() as patch, trio.fail_after(5):
+            patch.setattr(journal_module, "ADMIT_S", 0.01)
+            journal._add((Admitted("b", b"", b"{}"),))
+            assert not await journal.lend()
+        goes_on.set()
+        # The folder was not given away.
+        assert await journal.admit(Admitted("c", b"", b"{}"))
+        assert await journal.lend()
+        writers.cancel_scope.cancel()
+    assert set(segments_on(disk).streams) == set("abc")
 
 
 @pytest.mark.trio

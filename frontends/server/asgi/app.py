@@ -17,14 +17,14 @@ import anyio
 from trouper.errors import EngineDeadError
 from trouper.frontends.server.admission.overload import Level
 from trouper.frontends.server.asgi.auth import Authenticator
-from trouper.frontends.server.asgi.routes import errors_at, path_of
-from trouper.frontends.server.durable.streams import DurableStream
-from trouper.frontends.server.generation.durable import (
+from trouper.frontends.server.asgi.durable_requests import (
     DurableRequest,
     attached,
     read_durable,
     started,
 )
+from trouper.frontends.server.asgi.routes import errors_at, path_of
+from trouper.frontends.server.durable.streams import DurableStream
 from trouper.frontends.server.http.body import Body, ClientGone
 from trouper.frontends.server.http.context import (
     Receive,

@@ -2,11 +2,14 @@
 
 One task writes, in a thread, all new records together.  So the requests of one step share a write, and the event loop never waits for the
 disk.  Under the policy `group` another thread waits for the disk, so that the writes between need not.
+
+Tokens do not wait either: their events are made while they are written, and `PendingRecords` shows them to readers afterwards.  So a token costs
+its answer no turn of the event loop more than without a journal.
 """
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Literal
 
@@ -22,7 +25,7 @@ from trouper.frontends.server.durable.records import (
     StreamRecord,
 )
 from trouper.frontends.server.durable.segments import JournalError, Segments
-from trouper.frontends.server.durable.streams import DurableStreams
+from trouper.frontends.server.durable.streams import DurableStream, DurableStreams
 
 logger = logging.getLogger(__name__)
 SyncPolicy = Literal["off", "group", "step"]
@@ -47,15 +50,23 @@ class PendingRecords:
 
     Attributes:
         written: set when they are written, or when this has failed.
-        released: set then, too, or earlier if the disk stalls.
+        is_released: whether their contents may be shown: then, or earlier if the disk stalls.
+        on_release: called then, and again if they were released because of a stall that is over.
         since: seconds of the monotonic clock at which the first record came.
     """
 
     def __init__(self) -> None:
         self.records: list[Record] = []
-        self.written, self.released = anyio.Event(), anyio.Event()
-        self.is_written = False
+        self.written = anyio.Event()
+        self.is_written = self.is_released = False
+        self.on_release: list[Callable[[], None]] = []
         self.since = 0.0
+
+    def release(self) -> None:
+        """Show the contents."""
+        self.is_released = True
+        for show in self.on_release:
+            show()
 
 
 class Journal:
@@ -82,9 +93,12 @@ class Journal:
         self._segments, self._policy, self._retain_s = segments, policy, retain_s
         self.grace_s, self.keeps_all = grace_s, keeps_all
         self.streams = DurableStreams(max_event_bytes, retain_s)
-        # One for each open durable request, because each waits for its record.  While the disk stalls, at most all their tokens.
+        # The tokens of open requests that are sampled during one write.  While the disk stalls, at most all their tokens.
         self._pending = PendingRecords()
         self._news = anyio.Event()
+        # What the thread writes at present, and whether the watch for a stalled disk has to begin.
+        self._writing: PendingRecords | None = None
+        self._begun = anyio.Event()
         self._one_thread, self._sync_thread = anyio.CapacityLimiter(1), anyio.CapacityLimiter(1)
         self._synced_s = self._expired_s = 0.0
         # Whether a loss of power would take written bytes.
@@ -99,6 +113,8 @@ class Journal:
         self._failed_s, self._told_s = 0.0, -TELL_S
         # Whether the folder is lent to a successor, and whether the successor keeps it.
         self._is_lent = self._is_given = False
+        # Set by the writer once it has lent the folder, or cannot.
+        self._loan: anyio.Event | None = None
         # The streams of earlier processes, until they are taken.
         self.recovered: dict[str, StreamRecord] = dict(segments.streams)
 
@@ -157,14 +173,25 @@ class Journal:
         """Return what is kept of an ended stream."""
         return self._segments.streams.get(id)
 
-    async def write(self, *records: Record) -> None:
-        """Write records; call it before their contents are shown.
+    def put(self, record: Record, stream: DurableStream) -> None:
+        """Hand in a record of a stream, whose next events are shown once it is written.
 
-        It returns when they are written, or after a quarter of a second: a stalled disk delays durability, not tokens.
+        They are shown after a quarter of a second at the latest: a stalled disk delays durability, not tokens.
         """
+        batch = self._add((record,))
+        if self._holds(batch) and stream.hold(batch):
+            batch.on_release.append(stream.wake)
+
+    async def write(self, *records: Record) -> None:
+        """Write records; call it before their contents are shown.  It waits as long as events do after `put`."""
         batch = self._add(records)
-        if not (self._is_behind or self._is_lent):
-            await batch.released.wait()
+        if self._holds(batch):
+            shown = anyio.Event()
+            batch.on_release.append(shown.set)
+            await shown.wait()
+
+    def _holds(self, batch: PendingRecords) -> bool:
+        return not (self._is_behind or self._is_lent or batch.is_released)
 
     async def admit(self, record: Admitted) -> bool:
         """Write a request before its client gets an answer.
@@ -187,30 +214,26 @@ class Journal:
     async def lend(self) -> bool:
         """Write what was handed in, and give the folder to another server.  Records wait in memory until the next call.
 
-        Returns False, and keeps the folder, if the disk does not take them: the other server would not find them.
+        Returns False, and keeps the folder, if the disk does not take them in time: the other server would not find them.
         """
-        with anyio.move_on_after(ADMIT_S):
-            while self._is_behind:  # noqa: ASYNC110  # the writer's state, which nothing else waits for
-                await anyio.sleep(LOOK_S)
-        if not self.is_working:
-            return False
-        with anyio.CancelScope(shield=True):
-            await self._write_pending()
-            if self._has_failed:
-                return False
-            self._is_lent = True
-            # Tokens go on meanwhile.
-            self._pending.released.set()
-            # Writes that were begun before are in front of it.
-            await anyio.to_thread.run_sync(self._release, limiter=self._one_thread)
-        return True
+        loan = self._loan = anyio.Event()
+        self._news.set()
+        try:
+            with anyio.move_on_after(ADMIT_S):
+                await loan.wait()
+        finally:
+            self._loan = None
+            if not loan.is_set():
+                self.take_back()
+        return self._is_lent
 
     def take_back(self) -> None:
         """Write again, in a new segment: the other server has not gone on.  Does nothing if the folder is not lent."""
         if self._is_lent and not self._is_given:
-            self._is_lent = False
-            self._pending.released = anyio.Event()
+            self._is_lent = self._pending.is_released = False
+            self._pending.since = time.monotonic()
             self._news.set()
+            self._begun.set()
 
     def give(self) -> list[str]:
         """Leave the folder to the other server, and write nothing more.  Returns the running streams without a reader here."""
@@ -218,7 +241,7 @@ class Journal:
         batch, self._pending = self._pending, PendingRecords()
         for each in (batch, self._pending):
             each.written.set()
-            each.released.set()
+            each.release()
         return self.streams.unread()
 
     async def run_writer(
@@ -228,10 +251,13 @@ class Journal:
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._sync_files, name="sync of the journal")
+                tasks.start_soon(self._watch_stalls, name="stalls of the journal")
                 task_status.started()
                 while True:
                     await self._wait()
                     await self._write_pending()
+                    if self._loan is not None:
+                        await self._lend(self._loan)
         finally:
             # Bounded: the disk that does not answer keeps a thread, and the watchdog ends the process.
             with anyio.CancelScope(shield=True):
@@ -239,7 +265,7 @@ class Journal:
                 await anyio.to_thread.run_sync(self._close, limiter=self._one_thread)
             # No task writes what comes now, so no caller may wait for it.
             self._is_behind = True
-            self._pending.released.set()
+            self._pending.release()
 
     def _add(self, records: Sequence[Record]) -> PendingRecords:
         batch = self._pending
@@ -247,8 +273,9 @@ class Journal:
             return batch
         if not batch.records:
             batch.since = time.monotonic()
+            self._begun.set()
+            self._news.set()
         batch.records += records
-        self._news.set()
         return batch
 
     async def _wait(self) -> None:
@@ -265,26 +292,46 @@ class Journal:
             return
         batch, self._pending = self._pending, PendingRecords()
         outcome, self._outcome = self._outcome, None
-        batch.since = batch.since or time.monotonic()
-        act = partial(self._act, batch.records, outcome)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._release_late, batch, name="stall of the journal")
-            # The records are in no queue any more, so a cancellation before the thread begins would lose them.
-            with anyio.CancelScope(shield=True):
-                error = await anyio.to_thread.run_sync(act, limiter=self._one_thread)
-                self._note_written(batch, error)
-            tasks.cancel_scope.cancel()
+        self._writing = batch
+        # The records are in no queue any more, so a cancellation before the thread begins would lose them.
+        with anyio.CancelScope(shield=True):
+            act = partial(self._act, batch.records, outcome)
+            error = await anyio.to_thread.run_sync(act, limiter=self._one_thread)
+            self._writing = None
+            self._note_written(batch, error)
 
-    async def _release_late(self, batch: PendingRecords) -> None:
-        """Let the tokens of a batch go on if the disk takes too long, and those that wait behind it."""
-        await anyio.sleep(max(0.0, batch.since + STALL_S - time.monotonic()))
-        if batch.records:
-            self._is_behind = True
-            if time.monotonic() > self._told_s + TELL_S:
-                self._told_s = time.monotonic()
-                logger.warning("the journal is behind: the disk takes more than %g s", STALL_S)
-            batch.released.set()
-            self._pending.released.set()
+    async def _lend(self, loan: anyio.Event) -> None:
+        """Close the folder behind all writes.  If the lender has given up meanwhile, the next write takes the folder again."""
+        if not (self._has_failed or self._is_lent):
+            self._is_lent = True
+            # Tokens go on meanwhile.
+            self._pending.release()
+            await anyio.to_thread.run_sync(self._release, limiter=self._one_thread)
+        loan.set()
+
+    async def _watch_stalls(self) -> None:
+        """Let tokens go on if the disk takes too long, and those that wait behind them."""
+        while True:
+            await self._begun.wait()
+            self._begun = anyio.Event()
+            while (oldest := self._oldest()) is not None:
+                rest_s = oldest.since + STALL_S - time.monotonic()
+                if rest_s <= 0 and not self._is_behind:
+                    self._release_late(oldest)
+                await anyio.sleep(rest_s if rest_s > 0 else LOOK_S)
+
+    def _oldest(self) -> PendingRecords | None:
+        """Return the records that have waited longest for the disk."""
+        batches = (self._writing, None if self._is_lent else self._pending)
+        return next((each for each in batches if each is not None and each.records), None)
+
+    def _release_late(self, batch: PendingRecords) -> None:
+        self._is_behind = True
+        if time.monotonic() > self._told_s + TELL_S:
+            self._told_s = time.monotonic()
+            logger.warning("the journal is behind: the disk takes more than %g s", STALL_S)
+        batch.release()
+        self._pending.release()
 
     def _note_written(self, batch: PendingRecords, error: JournalError | None) -> None:
         batch.is_written = error is None
@@ -295,10 +342,10 @@ class Journal:
             logger.warning("the journal is written again")
         if self._is_behind:
             # Later records of the next batch wait for it again.
-            self._is_behind, self._pending.released = False, anyio.Event()
+            self._is_behind = self._pending.is_released = False
         self._has_failed = error is not None
         batch.written.set()
-        batch.released.set()
+        batch.release()
         if self._to_sync is not None and not self._is_syncing:
             self._is_syncing = True
             self._sync_news.set()

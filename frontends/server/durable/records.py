@@ -5,7 +5,8 @@ names its position, so only what follows without a gap counts.  What is lost is 
 seed and the position.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -37,7 +38,7 @@ class Admitted(msgspec.Struct, frozen=True):
     at: float = 0.0
 
 
-class Tokens(msgspec.Struct, frozen=True, omit_defaults=True):
+class Tokens(msgspec.Struct, omit_defaults=True):
     """Some tokens of the answer, written before they are sent.
 
     Attributes:
@@ -83,10 +84,19 @@ class Whole(msgspec.Struct, frozen=True):
     """This segment contains all earlier ones, so they no longer count."""
 
 
+# A frame without its payload: its head and padding, and the longer head of a list that has grown.
+FRAME_BYTES = 48
+# The longest encoding of a token id.
+TOKEN_BYTES = 5
 Record = Admitted | Tokens | StreamEnded | Gone | Whole
 KINDS: tuple[type[Any], ...] = (Admitted, Tokens, StreamEnded, Gone, Whole)
+# The kind of a frame with the tokens of several answers.  One frame for each step of the engine has one checksum.
+STEP = len(KINDS)
+# Records in such a frame, because one flipped bit costs them all.
+MAX_IN_FRAME = 256
 _encoder = msgspec.msgpack.Encoder()
 _decoders = [msgspec.msgpack.Decoder(kind) for kind in KINDS]
+_step_decoder = msgspec.msgpack.Decoder(list[Tokens])
 
 
 def encode_record(record: Record) -> Frame:
@@ -94,14 +104,34 @@ def encode_record(record: Record) -> Frame:
     return Frame(KINDS.index(type(record)), _encoder.encode(record))
 
 
-def decode_record(frame: Frame) -> Record | None:
-    """Decode a record.  Returns None for a kind of another version."""
-    if frame.kind >= len(_decoders):
-        return None
+def encode_records(records: Iterable[Record]) -> Iterator[Frame]:
+    """Encode records, with neighbouring `Tokens` in one frame."""
+    for kind, found in groupby(records, type):
+        if kind is not Tokens:
+            yield from map(encode_record, found)
+            continue
+        several = list(found)
+        for start in range(0, len(several), MAX_IN_FRAME):
+            yield Frame(STEP, _encoder.encode(several[start : start + MAX_IN_FRAME]))
+
+
+def decode_frame(frame: Frame) -> Sequence[Record]:
+    """Decode the records of a frame.  Returns nothing for a kind of another version."""
     try:
-        return _decoders[frame.kind].decode(frame.payload)
+        if frame.kind == STEP:
+            return _step_decoder.decode(frame.payload)
+        if frame.kind < STEP:
+            return [_decoders[frame.kind].decode(frame.payload)]
     except msgspec.MsgspecError:
-        return None
+        pass
+    return []
+
+
+def num_bytes(record: Record, *, is_joined: bool = False) -> int:
+    """Bound the bytes that a record takes where all are repeated, alone or joined to the one before."""
+    if is_joined and isinstance(record, Tokens):
+        return TOKEN_BYTES * len(record.token_ids) + len(_encoder.encode(record.logprobs))
+    return FRAME_BYTES + len(_encoder.encode(record))
 
 
 class StreamRecord(msgspec.Struct):
@@ -128,34 +158,50 @@ class StreamRecord(msgspec.Struct):
         ended: list[Record] = [] if self.ended is None else [self.ended]
         return [self.admitted, *self.tokens, *ended]
 
-    def add(self, tokens: Tokens) -> None:
-        """Take tokens that join on.  Others are copies, or follow a gap."""
+    def add(self, tokens: Tokens) -> bool:
+        """Take tokens that join on.  Others are copies, or follow a gap.
+
+        Returns whether they were joined to the record before: those of one choice are one record then, so that many steps are repeated
+        and found again as fast as one.  An end without tokens has an event of its own, so it stays a record of its own.
+        """
         choice = tokens.choice
         num_known = self.counts.get(choice, 0)
-        joins_on = tokens.position == num_known and choice not in self.finished
+        fits = tokens.position == num_known and choice not in self.finished
         # An end without tokens may come first, so the first record is known by its prompt.
-        if joins_on and (choice in self.counts or tokens.prompt_token_ids):
-            self.tokens.append(tokens)
-            self.counts[choice] = num_known + len(tokens.token_ids)
-            if tokens.finish_reason is not None:
-                self.finished.add(choice)
+        if not fits or not (choice in self.counts or tokens.prompt_token_ids):
+            return False
+        self.counts[choice] = num_known + len(tokens.token_ids)
+        if tokens.finish_reason is not None:
+            self.finished.add(choice)
+        last = self.tokens[-1] if self.tokens else None
+        if last is None or last.choice != choice or not (last.token_ids and tokens.token_ids):
+            # The lists of the record belong to an output that is still read.
+            copy = msgspec.structs.replace(tokens, token_ids=[*tokens.token_ids])
+            copy.logprobs = None if tokens.logprobs is None else [*tokens.logprobs]
+            self.tokens.append(copy)
+            return False
+        last.token_ids.extend(tokens.token_ids)
+        if last.logprobs is not None:
+            last.logprobs.extend(tokens.logprobs or ())
+        last.finish_reason, last.stop_reason = tokens.finish_reason, tokens.stop_reason
+        return True
 
 
-def join(streams: dict[str, StreamRecord], record: Record) -> None:
-    """Add one record to the streams, which must come in the order of writing."""
+def join(streams: dict[str, StreamRecord], record: Record) -> bool:
+    """Add one record to the streams, which must come in the order of writing.  Returns whether it was joined to the one before."""
     match record:
         case Admitted(id):
             streams.setdefault(id, StreamRecord(record))
         case Gone(id):
             streams.pop(id, None)
         case Tokens(id):
-            if id in streams:
-                streams[id].add(record)
+            return id in streams and streams[id].add(record)
         case StreamEnded(id):
             if id in streams:
                 streams[id].ended = record
         case Whole():
             pass
+    return False
 
 
 def recover(segments: Iterable[Iterable[Frame]]) -> dict[str, StreamRecord]:
@@ -165,7 +211,7 @@ def recover(segments: Iterable[Iterable[Frame]]) -> dict[str, StreamRecord]:
     """
     streams: dict[str, StreamRecord] = {}
     for segment in segments:
-        records = [record for frame in segment if (record := decode_record(frame)) is not None]
+        records = [record for frame in segment for record in decode_frame(frame)]
         if any(isinstance(record, Whole) for record in records):
             streams = {}
         for record in records:

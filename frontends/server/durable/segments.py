@@ -26,16 +26,15 @@ from trouper.frontends.server.durable.records import (
     Record,
     StreamRecord,
     Whole,
-    encode_record,
+    encode_records,
     join,
+    num_bytes,
     recover,
 )
 
 # A segment of this size is replaced by one with only the kept streams, unless these fill half of it.
 ROTATE_BYTES = 16 * 2**20
 DIGITS = 12
-# Bytes of a frame without its payload.
-FRAME_BYTES = 32
 
 
 class JournalError(Exception):
@@ -106,7 +105,7 @@ class Segments:
             self._last = max(self._last, _number_of(name))
         self.streams = recover(map(scan, found))
         for id, stream in self.streams.items():
-            self._sizes[id] = sum(_size(record) for record in stream.records())
+            self._sizes[id] = sum(map(num_bytes, stream.records()))
         self.kept_bytes = sum(self._sizes.values())
         self.rotate()
 
@@ -116,14 +115,14 @@ class Segments:
         Raises:
             JournalError: neither this segment nor a new one can be written.  The records are remembered for the next one.
         """
-        frames = self._note_all(records)
-        if not frames and self._file is not None:
+        noted = self._note_all(records)
+        if not noted and self._file is not None:
             return
         if self._file is None or self._num_bytes > max(ROTATE_BYTES, 2 * self.kept_bytes):
             self.rotate()
             return
         try:
-            self._append(self._file, frames)
+            self._append(self._file, encode_records(noted))
             if self._syncs:
                 self._disk.sync(self._file)
         except OSError as error:
@@ -177,7 +176,7 @@ class Segments:
             self._id, self._number, self._num_bytes = self._new_id(), 0, HEAD_BYTES
             self._write_all(file, encode_head(SegmentHead(self._id, self.fingerprint)))
             repeated = (r for stream in self.streams.values() for r in stream.records())
-            self._append(file, map(encode_record, (*repeated, Whole())))
+            self._append(file, encode_records((*repeated, Whole())))
             self._disk.sync(file)
             self._disk.sync_folder()
         except OSError as error:
@@ -214,20 +213,18 @@ class Segments:
         """Remember records for the next segment, without writing them now."""
         self._note_all(records)
 
-    def _note_all(self, records: Iterable[Record]) -> list[Frame]:
-        """Remember records, and return them encoded."""
-        frames: list[Frame] = []
-        for record in records:
-            join(self.streams, record)
-            frame = encode_record(record)
-            frames.append(frame)
+    def _note_all(self, records: Iterable[Record]) -> list[Record]:
+        """Remember records.  Returns them as a list."""
+        noted = list(records)
+        for record in noted:
+            is_joined = join(self.streams, record)
             if isinstance(record, Gone):
                 self.kept_bytes -= self._sizes.pop(record.id, 0)
             elif not isinstance(record, Whole) and record.id in self.streams:
-                size = FRAME_BYTES + len(frame.payload)
+                size = num_bytes(record, is_joined=is_joined)
                 self._sizes[record.id] = self._sizes.get(record.id, 0) + size
                 self.kept_bytes += size
-        return frames
+        return noted
 
     def _append(self, file: int, frames: Iterable[Frame]) -> None:
         data = bytearray()
@@ -260,7 +257,3 @@ class Segments:
 
 def _number_of(name: str) -> int:
     return int(name.removesuffix(SUFFIX))
-
-
-def _size(record: Record) -> int:
-    return FRAME_BYTES + len(encode_record(record).payload)

@@ -9,9 +9,10 @@ Laws.
 
 import hashlib
 import re
+from collections import deque
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import anyio
 import msgspec
@@ -87,6 +88,15 @@ class LoggedEvent(NamedTuple):
     is_end: bool = False
 
 
+class HeldRecords(Protocol):
+    """Records that are written together."""
+
+    @property
+    def is_released(self) -> bool:
+        """Whether what depends on them may be shown."""
+        ...
+
+
 class DurableStream:
     """The answer to one durable request, for readers that come and go while it grows.
 
@@ -122,6 +132,9 @@ class DurableStream:
         # Makes the events again, from what the journal has kept.
         self.make_again: Callable[[StreamRecord], None] | None = None
         self.entries: list[LoggedEvent] = []
+        # Batches that are not released yet, with the number of events in front of each.  At most two: one is written while the next one
+        # grows.
+        self._held: deque[tuple[HeldRecords, int]] = deque()
         self.num_bytes = 0
         self.num_readers = 0
         # Set at the next event or at the end, if a reader waits for it.
@@ -161,10 +174,17 @@ class DurableStream:
             tokens[choice] += num_tokens
             self._choice, self._cursor = choice, Cursor(tuple(tokens), -1)
 
+    def hold(self, batch: HeldRecords) -> bool:
+        """Show the next events only when a batch is released.  Returns whether this is news: the batch must call `wake` then."""
+        is_new = not (self._held and self._held[-1][0] is batch)
+        if is_new:
+            self._held.append((batch, len(self.entries)))
+        return is_new
+
     def begin(self, status: int, *, is_events: bool) -> None:
         """Note the head of the answer."""
         self.status, self.is_events = status, is_events
-        self._wake()
+        self.wake()
 
     def add(self, frame: bytes, *, is_end: bool = False) -> None:
         """Append an event, or a part of a whole reply."""
@@ -172,18 +192,20 @@ class DurableStream:
             self._cursor = Cursor(self._cursor.tokens, self._cursor.num_more + 1)
         self.entries.append(LoggedEvent(frame, self._choice, self._cursor, is_end))
         self.num_bytes += len(frame) + ENTRY_BYTES
-        self._wake()
+        if not self._held:
+            self.wake()
 
     def end(self, at: float, error: Exception | None = None, *, is_cut: bool = False) -> None:
         """Take no more events.  The first end counts."""
         if not self.is_over:
             self.is_over, self.ended_at = True, at
             self.error, self.is_cut = error, is_cut
-        self._wake()
+        self.wake()
 
     def cool(self) -> None:
         """Forget the events of an ended answer, which the journal can make again."""
         self.entries, self.num_bytes = [], 0
+        self._held.clear()
         self.is_cold = True
 
     def warm(self) -> None:
@@ -202,10 +224,26 @@ class DurableStream:
             self.num_readers -= 1
             self._tell_turn()
 
-    async def wait(self, num_entries: int) -> None:
-        """Wait for more entries than these, or for the end."""
-        while len(self.entries) <= num_entries and not self.is_over:
+    @property
+    def num_shown(self) -> int:
+        """The number of events that readers may get."""
+        while self._held and self._held[0][0].is_released:
+            self._held.popleft()
+        return self._held[0][1] if self._held else len(self.entries)
+
+    async def wait(self, num_entries: int) -> int:
+        """Wait for more events than these, or for the end.  Returns how many may be shown."""
+        while (num := self.num_shown) <= num_entries:
+            if self.is_over and num == len(self.entries):
+                break
             await self._wait_news()
+        return num
+
+    async def wait_end(self) -> None:
+        """Wait until there is nothing more to show."""
+        num = 0
+        while not (self.is_over and num == len(self.entries)):
+            num = await self.wait(num)
 
     async def wait_head(self) -> None:
         """Wait for the head of the answer, or for its end."""
@@ -217,7 +255,8 @@ class DurableStream:
             self._news = anyio.Event()
         await self._news.wait()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Let readers look again."""
         if self._news is not None:
             self._news.set()
             self._news = None

@@ -4,17 +4,16 @@ A handler of any API runs as it does for a client, but what it sends goes to a `
 with the kept body, id, time and seed, and the driver goes on behind the kept tokens.  So all events are the same in each process.
 """
 
-import hashlib
 import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from enum import Enum, auto
 from functools import partial
 from typing import Any
 
 import anyio
-import anyio.to_thread
 import msgspec
 
 from trouper.errors import EngineDeadError, TrouperNotFoundError
@@ -26,10 +25,9 @@ from trouper.frontends.server.durable.streams import (
     lost_reason,
 )
 from trouper.frontends.server.generation.driver import Driver
-from trouper.frontends.server.generation.stream_readers import NO, YES, follow_stream
 from trouper.frontends.server.generation.token_keeper import TokenKeeper
 from trouper.frontends.server.http.context import EVENTS, Message, RequestContext
-from trouper.frontends.server.http.decoding import THREAD_FROM, decode
+from trouper.frontends.server.http.decoding import decode
 from trouper.frontends.server.http.route import Route
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import (
@@ -38,16 +36,12 @@ from trouper.frontends.server.shared.errors import (
     describe,
     log,
     unavailable,
-    unsupported,
 )
 from trouper.frontends.server.shared.keys import tenant_of
 from trouper.params import RequestOutputKind
 
 logger = logging.getLogger(__name__)
 KEY = "Idempotency-Key"
-MAX_KEY = 255
-# Seconds between two attempts to go on with an answer in a full server.
-ROOM_S = 0.05
 # The seeds of the choices of two prompts are further apart than an answer has choices.
 SEED_STEP = 2**32
 
@@ -83,54 +77,6 @@ class SavedCall(msgspec.Struct, frozen=True):
     identity: SavedIdentity = SavedIdentity()
 
 
-class DurableRequest(msgspec.Struct, frozen=True):
-    """A new request that is to be durable.
-
-    Attributes:
-        key: the SHA-256 of its `Idempotency-Key`; empty without one.
-        digest: the SHA-256 of its path and body.
-    """
-
-    body: bytes
-    key: bytes
-    digest: bytes
-
-
-async def read_durable(
-    service: Service, context: RequestContext, route: Route, body: bytes | memoryview
-) -> DurableRequest | DurableStream | None:
-    """Decide whether a request is durable, from its head and its body.
-
-    Returns the stream of the request that this one repeats, if there is one, and None if it is not durable.
-
-    Raises:
-        HTTPError: the key is invalid or belongs to another request, or the journal cannot be written.
-        UnsupportedFeatureError: the answers of this route cannot be durable.
-    """
-    journal, key = service.journal, _key(context)
-    if journal is None or not route.stream_prefix:
-        if key and journal is not None and route.generates and not route.pools:
-            raise unsupported(KEY, f"answers of {route.path} are not kept; leave the header out")
-        if key or (journal is not None and route.stream_prefix):
-            context.own_headers += (NO,)
-        return None
-    journal.streams.tidy(time.time())
-    if not key and not journal.keeps_all:
-        context.own_headers += (NO,)
-        return None
-    digest = await _digest(service, route.path, body)
-    found = find_repeated(service, context, key, digest)
-    if found is not None:
-        return found
-    # The journal repeats everything in a new file, and base64 becomes no longer there.
-    if not (journal.has_room(len(body)) and service.background.is_on):
-        if key:
-            raise _no_journal()
-        context.own_headers += (NO,)
-        return None
-    return DurableRequest(bytes(body), key, digest)
-
-
 def find_repeated(
     service: Service, context: RequestContext, key: bytes, digest: bytes
 ) -> DurableStream | None:
@@ -143,62 +89,37 @@ def find_repeated(
     return found
 
 
-def attached(route: Route, stream: DurableStream) -> Route:
-    """Return a route that sends a stream to the client that has repeated its request."""
+class Remains(Enum):
+    """Name what remains of a durable request after a run of its handler."""
 
-    async def follow(service: Service, context: RequestContext, _: None) -> None:
-        await follow_stream(service, context, stream)
+    # The answer, complete or with its failure.
+    END = auto()
+    # The request: a later process may answer it, this one does not.
+    REQUEST = auto()
+    # The request in the journal, and here its key is free.
+    NOTHING_HERE = auto()
+    # Nothing: the client may send it again with the same key.
+    NOTHING = auto()
 
-    return msgspec.structs.replace(route, handler=follow, generates=False)
 
+def what_remains(
+    error: Exception | None, *, has_begun: bool, is_resumed: bool, is_draining: bool
+) -> Remains:
+    """Decide what remains of a request after a run.
 
-def started(route: Route, asked: DurableRequest | DurableStream) -> Route:
-    """Return a route that starts the answer to a durable request, or repeats that of a background response."""
-    return msgspec.structs.replace(route, handler=partial(_start_stream, asked, route))
-
-
-async def _start_stream(
-    asked: DurableRequest | DurableStream,
-    route: Route,
-    service: Service,
-    context: RequestContext,
-    request: Any,
-) -> None:
-    """Start the answer to a durable request, and send it to its client as to any other reader."""
-    # Another request with the same key may have come while this one was decoded.
-    stream = find_repeated(service, context, asked.key, asked.digest)
-    handler = route.handler
-    if stream is None and getattr(request, "background", None):
-        # The API's own task answers it.
-        context.repeat_key, context.repeat_digest = asked.key, asked.digest
-        context.own_headers += (YES,)
-        await handler(service, context, request)
-        return
-    if stream is None:
-        assert service.journal is not None
-        assert isinstance(asked, DurableRequest)
-        context.name_by(getattr(request, "request_id", None))
-        now = time.time()
-        name = f"{route.stream_prefix}{context.id}"
-        stream = DurableStream(name, context.key_digest, route.path, asked.key, asked.digest, now)
-        stream.make_again = partial(_begin_again, service, stream, context.tenant, route)
-        saved = SavedCall(
-            asked.body, context.id, context.client_id, int(now), secrets.randbits(62),
-            context.cache_scope, context.timeout_s,
-        )  # fmt: skip
-        with ExitStack() as resources:
-            if context.ticket is not None:
-                context.ticket.leave()
-            later = context.detached(resources.enter_context(service.enter(context)))
-            run = StreamRun(service, stream, saved, later, route)
-            run.request, run.handler = request, handler
-            service.journal.streams.add(stream)
-            try:
-                service.background.start(name, partial(run.perform, resources.pop_all()))
-            except BaseException:
-                service.journal.streams.forget(stream)
-                raise
-    await follow_stream(service, context, stream)
+    Args:
+        has_begun: whether there is something of an answer, so that the key is bound to it.
+        is_resumed: whether an earlier process has admitted it.  What is lost here, or refused for now, may go on in a later one.
+        is_draining: whether this process ends.  As after the death of the engine, its failures are not those of the request.
+    """
+    is_last = is_draining or isinstance(error, EngineDeadError)
+    if error is None:
+        return Remains.END
+    if has_begun:
+        return Remains.REQUEST if is_last else Remains.END
+    if is_resumed and describe(error).status in (410, 429, 503):
+        return Remains.REQUEST
+    return Remains.NOTHING_HERE if is_last else Remains.NOTHING
 
 
 class StreamRun:
@@ -260,44 +181,45 @@ class StreamRun:
                 parsed,
                 self._service.engine.tokenizer,
                 self._record,
-                self._stream.advance,
+                self._stream,
             )
 
-    async def perform(self, resources: ExitStack) -> None:
+    async def perform(self, resources: AbstractContextManager[Any]) -> None:
         """Run the handler to its end, then release the resources."""
-        stream, error, is_cut = self._stream, None, True
+        stream, journal = self._stream, self._journal
         try:
             with resources:
                 error = await self._answer()
-            is_cut = False
-        finally:
-            if is_cut:
-                stream.end(time.time(), is_cut=True)
-        # After the death of the engine, or at the end of the server, a later process goes on.
-        is_last = isinstance(error, EngineDeadError) or self._service.is_draining
+        except BaseException:
+            stream.end(time.time(), is_cut=True)
+            raise
         if isinstance(error, EngineDeadError):
             self._service.died.set()
         if error is None and self._is_given_up:
-            text = f"nobody has read the answer for {self._journal.grace_s:g} s, so it was given up"
+            text = f"nobody has read the answer for {journal.grace_s:g} s, so it was given up"
             error = HTTPError(410, "stream_expired", text)
         if error is not None and not isinstance(error, HTTPError):
             log(describe(error), error, self._context.id)
         stream.headers = self._context.own_headers
         stream.end(time.time(), error)
-        if error is not None and not (stream.status or self._is_given_up):
-            # The client may repeat the request, so its key must not be bound to this failure.  What is lost here, or refused for
-            # now, may go on in a later process.
-            is_kept = self._record is not None and describe(error).status in (410, 429, 503)
-            if is_kept and describe(error).status == 410:
-                self._journal.streams.count_lost("request")
-            if not is_kept:
-                self._journal.streams.forget(stream)
-            if stream.is_admitted and not (is_last or is_kept):
-                await self._journal.delete(stream.id)
-        elif stream.notes_end and not (is_last and error is not None):
-            problem = b"" if error is None else describe(error).code.encode()
-            await self._journal.note_end(stream.id, problem)
+        remains = what_remains(
+            error,
+            has_begun=bool(stream.status) or self._is_given_up,
+            is_resumed=self._record is not None,
+            is_draining=self._service.is_draining,
+        )
+        if remains is Remains.END and stream.notes_end:
+            await journal.note_end(
+                stream.id, b"" if error is None else describe(error).code.encode()
+            )
             stream.notes_end = False
+        elif remains is Remains.REQUEST and error is not None:
+            if describe(error).code == "stream_lost":
+                journal.streams.count_lost("request")
+        elif remains in (Remains.NOTHING, Remains.NOTHING_HERE):
+            journal.streams.forget(stream)
+            if remains is Remains.NOTHING and stream.is_admitted:
+                await journal.delete(stream.id)
 
     async def _answer(self) -> Exception | None:
         """Run the handler until it ends, or until its answer had no reader for some time.  Returns its failure."""
@@ -357,14 +279,14 @@ class StreamRun:
             stream.digest, journal.fingerprint, stream.at,
         )  # fmt: skip
         if not journal.has_room(len(record.request)):
-            raise _no_journal()
+            raise no_journal()
         is_written = False
         # Bounded by the journal's own time limit.
         with anyio.CancelScope(shield=True):
             stream.is_admitted = True
             is_written = await journal.admit(record)
         if not is_written:
-            raise _no_journal()
+            raise no_journal()
 
     async def _take(self, message: Message) -> None:
         """Keep what the handler sends: each event is one message."""
@@ -403,7 +325,7 @@ def _resume(service: Service, name: str, record: StreamRecord, route: Route | No
     )
     stream.is_admitted = True
     journal.streams.add(stream)
-    stream.make_again = partial(_begin_again, service, stream, tenant, route)
+    stream.make_again = partial(begin_again, service, stream, tenant, route)
     ended = record.ended
     stream.notes_end = ended is None
     reason = lost_reason(admitted.model, journal.fingerprint)
@@ -419,10 +341,10 @@ def _resume(service: Service, name: str, record: StreamRecord, route: Route | No
         stream.cool()
     else:
         journal.streams.num_resumed += 1
-        _begin_again(service, stream, tenant, route, record, name)
+        begin_again(service, stream, tenant, route, record, name)
 
 
-def _begin_again(
+def begin_again(
     service: Service,
     stream: DurableStream,
     tenant: str,
@@ -441,27 +363,18 @@ def _begin_again(
     context.tenant, context.key_digest = tenant, stream.owner
     context.cache_scope, context.timeout_s = saved.cache_scope, saved.timeout_s
     context.num_body_bytes = len(saved.body)
-    if name is not None:
-        start_recovered(
-            service,
-            context,
-            name,
-            StreamRun(service, stream, saved, context, route, record).perform,
-            lambda: stream.end(time.time(), is_cut=True),
-        )
-        return
-    with ExitStack() as resources:
-        context.ticket = resources.enter_context(service.enter(context))
-        run = StreamRun(service, stream, saved, context, route, record)
-        name = f"{stream.id} {secrets.token_hex(4)}"
-        service.background.start(name, partial(run.perform, resources.pop_all()))
+    run = StreamRun(service, stream, saved, context, route, record)
+    name = name or f"{stream.id} {secrets.token_hex(4)}"
+    start_recovered(
+        service, context, name, run.perform, lambda: stream.end(time.time(), is_cut=True)
+    )
 
 
 def start_recovered(
     service: Service,
     context: RequestContext,
     name: str,
-    perform: Callable[[ExitStack], Awaitable[None]],
+    perform: Callable[[AbstractContextManager[Any]], Awaitable[None]],
     cut: Callable[[], None],
 ) -> None:
     """Start the work for an answer of an earlier process: at once, or when the limits leave room for it.
@@ -471,31 +384,21 @@ def start_recovered(
     Args:
         cut: called if the work is cancelled before there is room: the readers must not wait any longer.
     """
+    place = service.promise(context)
 
-    async def perform_later() -> None:
-        has_begun = False
-        try:
-            with ExitStack() as resources:
-                while context.ticket is None:
-                    await anyio.sleep(ROOM_S)
-                    try:
-                        context.ticket = resources.enter_context(service.enter(context))
-                    except HTTPError:
-                        # The server is full.
-                        continue
-                has_begun = True
-                await perform(resources.pop_all())
-        finally:
-            if not has_begun:
+    async def perform_in_turn() -> None:
+        with place:
+            try:
+                context.ticket = await place.ticket()
+            except anyio.get_cancelled_exc_class():
                 cut()
+                raise
+            await perform(place)
 
-    with ExitStack() as resources:
-        try:
-            context.ticket = resources.enter_context(service.enter(context))
-        except HTTPError:
-            service.background.start(name, perform_later)
-        else:
-            service.background.start(name, partial(perform, resources.pop_all()))
+    with ExitStack() as stack:
+        stack.enter_context(place)
+        service.background.start(name, perform_in_turn)
+        stack.pop_all()
 
 
 def check_same(saved: SavedIdentity, now: SavedIdentity) -> None:
@@ -519,36 +422,6 @@ def identity_of(service: Service, driver: Driver[Any]) -> SavedIdentity:
     )
 
 
-async def _digest(service: Service, path: str, body: bytes | memoryview) -> bytes:
-    head = f"{path}\n".encode()
-    if len(body) < THREAD_FROM:
-        return hashlib.sha256(head + bytes(body)).digest()
-
-    def hash_all() -> bytes:
-        found = hashlib.sha256(head)
-        found.update(body)
-        return found.digest()
-
-    return await anyio.to_thread.run_sync(hash_all, limiter=service.threads)
-
-
-def _key(context: RequestContext) -> bytes:
-    """Return the digest of the client's key, or nothing without one.  Raises HTTPError for an invalid one.
-
-    The standard quotes the key; most clients do not.
-    """
-    given = context.header(KEY.lower().encode())
-    if given is None:
-        return b""
-    text = given.strip()
-    if len(text) > 1 and text.startswith(b'"') and text.endswith(b'"'):
-        text = text[1:-1]
-    if not (0 < len(text) <= MAX_KEY and all(32 <= each < 127 for each in text)):
-        rule = f"must be 1 to {MAX_KEY} printable ASCII characters"
-        raise HTTPError(400, "invalid_value", f"{KEY}: {rule}", param=KEY)
-    return hashlib.sha256(text).digest()
-
-
-def _no_journal() -> HTTPError:
+def no_journal() -> HTTPError:
     text = "the journal has no room or cannot be written, so the answer would not be kept; try again later, or without asking for it"
     return unavailable("journal_unavailable", text)

@@ -53,8 +53,7 @@ async def follow_stream(
         if not stream.status:
             raise _failure(stream)
         if not stream.is_events:
-            while not stream.is_over:
-                await stream.wait(len(stream.entries))
+            await stream.wait_end()
             if stream.error is not None or stream.is_cut:
                 raise _failure(stream)
             body = b"".join(entry.frame for entry in stream.entries)
@@ -84,8 +83,8 @@ async def _send_events(
     await context.start_events()
     place, is_told = first or 0, False
     while place < len(stream.entries) or not stream.is_over:
-        await stream.wait(place)
-        for entry in stream.entries[place : place + 64]:
+        num_shown = await stream.wait(place)
+        for entry in stream.entries[place : min(num_shown, place + 64)]:
             place += 1
             if given is not None:
                 if not _is_wanted(given, cursor, entry):

@@ -15,7 +15,7 @@ from trouper.actors.output.detokenizer import TokenDecoder, open_text
 from trouper.actors.output.stops import TextState, VisibleStops
 from trouper.frontends.server.durable.journal import Journal
 from trouper.frontends.server.durable.records import StreamRecord, Tokens
-from trouper.frontends.server.durable.streams import lost
+from trouper.frontends.server.durable.streams import DurableStream, lost
 from trouper.frontends.server.generation.adapter import ParsedRequest
 from trouper.outputs import CompletionOutput, RequestOutput
 
@@ -83,7 +83,7 @@ class TokenKeeper:
     Args:
         id: of the stream in the journal.
         record: what an earlier process has kept.
-        note: is called with a choice and its new tokens before the events of these tokens.
+        stream: shows the events of tokens that are written.  Without one, `keep` waits until they are.
 
     The scores of a prompt are not kept, so an answer that shows them is generated again from its beginning: with the same seed, the
     tokens are the same.
@@ -96,10 +96,10 @@ class TokenKeeper:
         parsed: ParsedRequest,
         tokenizer: TokenDecoder | None,
         record: StreamRecord | None = None,
-        note: Callable[[int, int], None] | None = None,
+        stream: DurableStream | None = None,
     ) -> None:
         self._journal, self._id, self._parsed, self._tokenizer = journal, id, parsed, tokenizer
-        self._note = note
+        self._stream = stream
         self._is_kept = parsed.params.prompt_logprobs is None
         # Whether each output has the text of its tokens.  That of an answer that goes on lacks what was withheld before them.
         self._has_all_texts = record is None
@@ -133,9 +133,9 @@ class TokenKeeper:
 
     def note_shown(self, i: int, output: RequestOutput) -> None:
         """Note that the events of this output come next."""
-        if self._note is not None:
+        if self._stream is not None:
             for completion in output.outputs:
-                self._note(i * self._n + completion.index, len(completion.token_ids))
+                self._stream.advance(i * self._n + completion.index, len(completion.token_ids))
 
     async def keep(self, i: int, output: RequestOutput) -> Sequence[RequestOutput]:
         """Write an output of prompt `i`, and return it as one output for each token.
@@ -149,8 +149,13 @@ class TokenKeeper:
             output.num_cached_tokens = self._num_cached[i]
         records = [self._record_of(i, output, completion) for completion in output.outputs]
         parts = self._split(i, output)
-        if self._is_kept:
+        if not self._is_kept:
+            return parts
+        if self._stream is None:
             await self._journal.write(*records)
+        else:
+            for record in records:
+                self._journal.put(record, self._stream)
         return parts
 
     def _record_of(self, i: int, output: RequestOutput, completion: CompletionOutput) -> Tokens:

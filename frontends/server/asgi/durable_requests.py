@@ -1,0 +1,165 @@
+"""Decide which requests are durable, start their answers, and attach a repeated request to the answer of the first one."""
+
+import hashlib
+import secrets
+import time
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import anyio.to_thread
+import msgspec
+
+from trouper.frontends.server.durable.streams import DurableStream
+from trouper.frontends.server.generation.durable import (
+    KEY,
+    SavedCall,
+    StreamRun,
+    begin_again,
+    find_repeated,
+    no_journal,
+)
+from trouper.frontends.server.generation.stream_readers import NO, YES, follow_stream
+from trouper.frontends.server.http.context import RequestContext
+from trouper.frontends.server.http.decoding import THREAD_FROM
+from trouper.frontends.server.http.route import Route
+from trouper.frontends.server.service.service import Service
+from trouper.frontends.server.shared.errors import HTTPError, unsupported
+
+MAX_KEY = 255
+
+
+class DurableRequest(msgspec.Struct, frozen=True):
+    """A new request that is to be durable.
+
+    Attributes:
+        key: the SHA-256 of its `Idempotency-Key`; empty without one.
+        digest: the SHA-256 of its path and body.
+    """
+
+    body: bytes
+    key: bytes
+    digest: bytes
+
+
+async def read_durable(
+    service: Service, context: RequestContext, route: Route, body: bytes | memoryview
+) -> DurableRequest | DurableStream | None:
+    """Decide whether a request is durable, from its head and its body.
+
+    Returns the stream of the request that this one repeats, if there is one, and None if it is not durable.
+
+    Raises:
+        HTTPError: the key is invalid or belongs to another request, or the journal cannot be written.
+        UnsupportedFeatureError: the answers of this route cannot be durable.
+    """
+    journal, key = service.journal, _key(context)
+    if journal is None or not route.stream_prefix:
+        if key and journal is not None and route.generates and not route.pools:
+            raise unsupported(KEY, f"answers of {route.path} are not kept; leave the header out")
+        if key or (journal is not None and route.stream_prefix):
+            context.own_headers += (NO,)
+        return None
+    journal.streams.tidy(time.time())
+    if not key and not journal.keeps_all:
+        context.own_headers += (NO,)
+        return None
+    digest = await _digest(service, route.path, body)
+    found = find_repeated(service, context, key, digest)
+    if found is not None:
+        return found
+    # The journal repeats everything in a new file, and base64 becomes no longer there.
+    if not (journal.has_room(len(body)) and service.background.is_on):
+        if key:
+            raise no_journal()
+        context.own_headers += (NO,)
+        return None
+    return DurableRequest(bytes(body), key, digest)
+
+
+def attached(route: Route, stream: DurableStream) -> Route:
+    """Return a route that sends a stream to the client that has repeated its request."""
+
+    async def follow(service: Service, context: RequestContext, _: None) -> None:
+        await follow_stream(service, context, stream)
+
+    return msgspec.structs.replace(route, handler=follow, generates=False)
+
+
+def started(route: Route, asked: DurableRequest | DurableStream) -> Route:
+    """Return a route that starts the answer to a durable request, or repeats that of a background response."""
+    return msgspec.structs.replace(route, handler=partial(_start_stream, asked, route))
+
+
+async def _start_stream(
+    asked: DurableRequest | DurableStream,
+    route: Route,
+    service: Service,
+    context: RequestContext,
+    request: Any,
+) -> None:
+    """Start the answer to a durable request, and send it to its client as to any other reader."""
+    # Another request with the same key may have come while this one was decoded.
+    stream = find_repeated(service, context, asked.key, asked.digest)
+    handler = route.handler
+    if stream is None and getattr(request, "background", None):
+        # The API's own task answers it.
+        context.repeat_key, context.repeat_digest = asked.key, asked.digest
+        context.own_headers += (YES,)
+        await handler(service, context, request)
+        return
+    if stream is None:
+        assert service.journal is not None
+        assert isinstance(asked, DurableRequest)
+        context.name_by(getattr(request, "request_id", None))
+        now = time.time()
+        name = f"{route.stream_prefix}{context.id}"
+        stream = DurableStream(name, context.key_digest, route.path, asked.key, asked.digest, now)
+        stream.make_again = partial(begin_again, service, stream, context.tenant, route)
+        saved = SavedCall(
+            asked.body, context.id, context.client_id, int(now), secrets.randbits(62),
+            context.cache_scope, context.timeout_s,
+        )  # fmt: skip
+        with ExitStack() as resources:
+            if context.ticket is not None:
+                context.ticket.leave()
+            later = context.detached(resources.enter_context(service.enter(context)))
+            run = StreamRun(service, stream, saved, later, route)
+            run.request, run.handler = request, handler
+            service.journal.streams.add(stream)
+            try:
+                service.background.start(name, partial(run.perform, resources.pop_all()))
+            except BaseException:
+                service.journal.streams.forget(stream)
+                raise
+    await follow_stream(service, context, stream)
+
+
+async def _digest(service: Service, path: str, body: bytes | memoryview) -> bytes:
+    head = f"{path}\n".encode()
+    if len(body) < THREAD_FROM:
+        return hashlib.sha256(head + bytes(body)).digest()
+
+    def hash_all() -> bytes:
+        found = hashlib.sha256(head)
+        found.update(body)
+        return found.digest()
+
+    return await anyio.to_thread.run_sync(hash_all, limiter=service.threads)
+
+
+def _key(context: RequestContext) -> bytes:
+    """Return the digest of the client's key, or nothing without one.  Raises HTTPError for an invalid one.
+
+    The standard quotes the key; most clients do not.
+    """
+    given = context.header(KEY.lower().encode())
+    if given is None:
+        return b""
+    text = given.strip()
+    if len(text) > 1 and text.startswith(b'"') and text.endswith(b'"'):
+        text = text[1:-1]
+    if not (0 < len(text) <= MAX_KEY and all(32 <= each < 127 for each in text)):
+        rule = f"must be 1 to {MAX_KEY} printable ASCII characters"
+        raise HTTPError(400, "invalid_value", f"{KEY}: {rule}", param=KEY)
+    return hashlib.sha256(text).digest()
