@@ -34,9 +34,7 @@ Pooled = PoolingRequestOutput[PoolingOutput]
 Encode = Callable[..., PoolingGeneration]
 Run = Callable[[Iterable[PoolingGeneration], Any, Sequence[str]], Awaitable[list[Pooled]]]
 T = TypeVar("T")
-NO_IMAGES_IN_PAIRS = (
-    "a cross-encoder of trouper compares texts only; an embedding model compares images, too"
-)
+NO_IMAGES_IN_PAIRS = "a cross-encoder of trouper compares texts only; ask for classify with messages that contain the pair, or use an embedding model"
 
 
 class MixedContent:

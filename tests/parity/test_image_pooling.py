@@ -1,6 +1,8 @@
 """Models that see pool: embeddings of texts with images agree with transformers, in Python and over HTTP."""
 
 import base64
+import json
+import shutil
 
 import numpy as np
 import pytest
@@ -123,6 +125,46 @@ def test_pairs_of_a_cross_encoder_have_no_images(reference):
         assert llm.classify(chat(CHATS[0]), use_tqdm=False)[0].outputs.num_classes == 1
         with pytest.raises(UnsupportedFeatureError, match="data_2"):
             llm.score("a", {"content": [image(1)]}, use_tqdm=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reference", ["qwen3_vl"], indirect=True, scope="module")
+def test_folder_of_sentence_transformers_embeds_images(reference, tmp_path):
+    """As Qwen3-VL-Embedding is published: the class generates, and modules.json says that the model embeds."""
+    folder = tmp_path / "embeds"
+    shutil.copytree(reference.model.folder, folder)
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    modules = [
+        {"path": path, "type": f"sentence_transformers.models.{kind}"}
+        for path, kind in kinds.items()
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": 64, "pooling_mode_lasttoken": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    asked = chat(CHATS[1]) | {"add_generation_prompt": True}
+    with LLM(model=str(folder), **OPTIONS | {"runner": "auto"}) as llm:
+        (result,) = llm.embed(asked, use_tqdm=False)
+    expected = reference.hidden(result.prompt_token_ids, CHATS[1])[-1]
+    assert torch.allclose(torch.tensor(result.outputs.embedding), expected, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reference", ["qwen3_vl"], indirect=True, scope="module")
+def test_reranker_judges_images_of_a_conversation(reference):
+    """As Qwen3-VL-Reranker answers: the score compares the logits of two tokens."""
+    overrides = {"classifier_from_token": ["n", "y"], "is_original_qwen3_reranker": True}
+    options = {**OPTIONS, "convert": "classify", "hf_overrides": overrides}
+    asked = chat(CHATS[0]) | {"add_generation_prompt": True}
+    with LLM(model=str(reference.model.folder), **options) as llm:
+        (result,) = llm.classify(asked, use_tqdm=False)
+        with pytest.raises(UnsupportedFeatureError, match="classify"):
+            llm.score("a", {"content": [image(1)]}, use_tqdm=False)
+    arrays = reference.processor.process(picture(1), {}).arrays
+    inputs = [{a.name: np.frombuffer(a.data, a.dtype).reshape(a.shape) for a in arrays}]
+    scores = reference.model.logprobs(list(result.prompt_token_ids), inputs)[-1]
+    no, yes = (reference.model.tokens.convert_tokens_to_ids(token) for token in "ny")
+    assert result.outputs.probs == pytest.approx([float((scores[yes] - scores[no]).sigmoid())])
 
 
 @pytest.mark.anyio
