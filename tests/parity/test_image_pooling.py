@@ -151,10 +151,11 @@ def test_folder_of_sentence_transformers_embeds_images(reference, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reference", ["qwen3_vl"], indirect=True, scope="module")
-def test_reranker_judges_images_of_a_conversation(reference):
+@pytest.mark.parametrize("name", [{}, {"architectures": ["Qwen3VLForSequenceClassification"]}])
+def test_reranker_judges_images_of_a_conversation(reference, name):
     """As Qwen3-VL-Reranker answers: the score compares the logits of two tokens."""
-    overrides = {"classifier_from_token": ["n", "y"], "is_original_qwen3_reranker": True}
-    options = {**OPTIONS, "convert": "classify", "hf_overrides": overrides}
+    overrides = {"classifier_from_token": ["n", "y"], "is_original_qwen3_reranker": True, **name}
+    options = {**OPTIONS, "runner": "auto", "hf_overrides": overrides}
     asked = chat(CHATS[0]) | {"add_generation_prompt": True}
     with LLM(model=str(reference.model.folder), **options) as llm:
         (result,) = llm.classify(asked, use_tqdm=False)

@@ -26,6 +26,7 @@ from trouper.config.checkpoint.hf_config import (
 from trouper.config.checkpoint.hf_fields import MOST_POSITIONS, GenerationFields, HfFields, Rope
 from trouper.config.checkpoint.model_path import DEMO_MODEL, GEOMETRIES, download, model_path
 from trouper.config.checkpoint.pooler import (
+    CLASSIFIERS,
     PoolerConfig,
     PoolerSpec,
     TokenClassifier,
@@ -133,7 +134,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             path=str(path),
             name=args.model or "trouper-demo",
-            architecture=fields.architectures[0],
+            architecture=_whole_model(fields.architectures[0], raw),
             hf_config=config,
             source_config=raw,
             vocab_size=_needed(fields, "vocab_size", path),
@@ -178,12 +179,21 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         if runner == "auto" and convert != "none" and "gguf_pooling" in self.hf_config:
             # A GGUF file with a pooling type is an embedding model.
             runner = "pooling"
+        if runner != "generate" and convert == "auto" and TokenClassifier.of(self.hf_config):
+            convert = "classify"
         if not is_pooling(runner, convert, folder, self.architecture):
             return None
         if self.is_gguf and TokenClassifier.of(self.hf_config) is not None:
             rule = "classifier_from_token needs a folder of safetensors, not a GGUF file"
             raise UnsupportedFeatureError(rule, parameter="hf_overrides")
         return pooler_spec(wishes, folder, self.architecture, self.hf_config, convert)
+
+
+def _whole_model(architecture: str, config: dict[str, Any]) -> str:
+    """Return the class of a model that sees, for vLLM's name of its classifier by tokens: the weights are the same."""
+    name = architecture.removesuffix(CLASSIFIERS)
+    is_alias = name != architecture and {"classifier_from_token", "vision_config"} <= config.keys()
+    return f"{name}ForConditionalGeneration" if is_alias else architecture
 
 
 def with_modelopt(config: dict[str, Any], folder: Path) -> dict[str, Any]:
