@@ -76,6 +76,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         adapters: folders; the prompts of vLLM and trouper use them alternately.
         rank: the largest rank of the adapters.
         speculation: `speculative_config` of vLLM and trouper, or the arguments of llama.cpp's prompt lookup.
+        model_impl: whose code of the model trouper runs; see `EngineArgs`.
     """
 
     model: str
@@ -90,6 +91,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     adapters: tuple[str, ...] = ()
     rank: int = 16
     speculation: dict[str, Any] | None = None
+    model_impl: str | None = None
 
     def engines(self) -> list[str]:
         """Return the engines that can run.
@@ -264,6 +266,7 @@ def started(
         "adapters": settings.adapters,
         "rank": settings.rank,
         "speculation": settings.speculation,
+        "model_impl": settings.model_impl if name == "trouper" else None,
     }
     if name == "llama.cpp" and settings.llama_batched_bench:
         yield LlamaBinary(settings.llama_batched_bench, options)

@@ -2,7 +2,7 @@
 
     python runner.py trouper|vllm|llama.cpp|transformers|transformers-cb    then, on stdin:
     {"model": …, "dtype": …, "max_model_len": …, "max_num_seqs": …, "threads": …, "load_format": …, "adapters": [folder, …], "rank": …,
-     "speculation": …}
+     "speculation": …, "model_impl": …}
                                                                            -> {"version": …}
     {"prompts": [[1, 2, …], …], "output_len": …}     any number of times  -> {"seconds": …, "num_output_tokens": …}
 
@@ -49,6 +49,8 @@ class Offline:
             quantization=options.get("quantization"),
             load_format=options["load_format"],
             speculative_config=options.get("speculation"),
+            # vLLM has this option too, but only trouper's way is compared.
+            **({"model_impl": options["model_impl"]} if options.get("model_impl") else {}),
             **self._with_adapters(api, options),
         )
 

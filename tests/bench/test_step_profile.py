@@ -1,7 +1,5 @@
 """The parts of a decode step by kernel."""
 
-import argparse
-
 import pytest
 
 from trouper.bench.studies.models.step_profile import measure
@@ -11,14 +9,7 @@ from trouper.config.model import DEMO_MODEL
 @pytest.mark.slow
 @pytest.mark.parametrize("num_drafts", [0, 4])
 def test_every_kernel_of_a_step_is_counted(num_drafts):
-    given = argparse.Namespace(
-        model=str(DEMO_MODEL),
-        dtype="bfloat16",
-        quantization="int4",
-        batch_size=1,
-        num_drafts=num_drafts,
-    )
-    found = measure(given)
+    found = measure(str(DEMO_MODEL), num_drafts=num_drafts, dtype="bfloat16", quantization="int4")
     assert ("over_plain" in found) is (num_drafts > 0)
     names = list(found["kernels"])
     assert any("matmul_int4" in name for name in names)

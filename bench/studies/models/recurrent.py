@@ -8,9 +8,11 @@ The model has random weights in the shape of Qwen3.5-0.8B or LFM2-1.2B. Without 
     speed    16 × (128 in, 64 out) and one stream of (32 in, 64 out), with transformers
     gguf     the same and a prompt of 2,048 tokens with llama.cpp, if a file is given, which both engines read
     impl     the same by trouper's own code and by way of transformers
+    library  the same by way of transformers, with transformers itself
     saves    prompts of 2,048 new tokens, and 16 × (512 in, 256 out), with and without saved states
     chat     eight turns of 300 tokens, and a second prompt with the same first 1,000 tokens
     memory   the growth of this process by eight sequences, if 16 or 64 may run
+    states   the share of the recurrences in a decode step of one sequence and of 16
 
 All ratios are of interleaved rounds. With fewer layers the widths stay, so ratios are nearly the same.
 """
@@ -33,6 +35,7 @@ from trouper.actors.runtime.startup import num_physical_cores
 from trouper.bench import peers
 from trouper.bench.cli.options import ReportOptions, note
 from trouper.bench.studies.command import run_study
+from trouper.bench.studies.models import step_profile
 from trouper.errors import TrouperValidationError
 from trouper.frontends.cli.arguments.options import expand_options
 from trouper.outputs import RequestOutput
@@ -40,6 +43,8 @@ from trouper.outputs import RequestOutput
 VOCABULARY = range(3, 32000)
 WORKLOADS, PROMPT = ("1x32x64", "16x128x64"), "1x2048x1"
 TURN_TOKENS, ANSWER_TOKENS, NUM_TURNS, SHARED_TOKENS = 300, 100, 8, 1000
+# The beginnings of the names of kernels that keep states, or prepare their gates.
+RECURRENCES = ("causal_conv", "short_conv", "gated_delta", "delta_gates", "ssd")
 OPTIONS: dict[str, Any] = {
     "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 4096, "max_num_seqs": 16,
     "kv_cache_memory_bytes": 2**30,
@@ -90,6 +95,10 @@ class Study:
         """Compare trouper with transformers."""
         return self._compare(self._folder, ("transformers",), "dummy", None)
 
+    def library(self) -> list[dict[str, Any]]:
+        """Compare trouper's way by transformers with transformers itself."""
+        return self._compare(self._folder, ("transformers",), "dummy", None, "transformers")
+
     def gguf(self) -> list[dict[str, Any]]:
         """Compare trouper with llama.cpp on the same file.
 
@@ -103,11 +112,16 @@ class Study:
         return self._compare(self._gguf, ("llama.cpp",), "auto", self._gguf)
 
     def _compare(
-        self, model: str, others: tuple[str, ...], load_format: str, gguf: str | None
+        self,
+        model: str,
+        others: tuple[str, ...],
+        load_format: str,
+        gguf: str | None,
+        model_impl: str | None = None,
     ) -> list[dict[str, Any]]:
         settings = peers.Settings(
             model=model, dtype="bfloat16", load_format=load_format, peers=others, gguf=gguf, pythons=self._pythons,
-            threads=num_physical_cores(),
+            threads=num_physical_cores(), model_impl=model_impl,
         )  # fmt: skip
         texts = (*WORKLOADS, PROMPT) if gguf else WORKLOADS
         works = [peers.parse_workload(text) for text in texts]
@@ -202,6 +216,20 @@ class Study:
                 found[f"grown_mb_of_{most}"] = round(_resident_mb() - before, 1)
         return found
 
+    def states(self) -> dict[str, Any]:
+        """Return a decode step by kernel, and how long the recurrences take relative to all other kernels."""
+        found: dict[str, Any] = {}
+        for num in (1, 16):
+            step = step_profile.measure(self._folder, batch_size=num, **OPTIONS)
+            shares = dict.fromkeys((True, False), 0.0)
+            for name, kernel in step["kernels"].items():
+                shares[name.startswith(RECURRENCES)] += kernel["us"]
+            found[f"{num}_rows"] = {
+                "states_over_rest": round(shares[True] / shares[False], 4),
+                **step,
+            }
+        return found
+
     def _tokens(self, count: int) -> list[int]:
         return self._random.choices(VOCABULARY, k=count)
 
@@ -221,7 +249,8 @@ def _resident_mb() -> float:
 
 
 PARTS: dict[str, Callable[[Study], Any]] = {
-    "speed": Study.speed, "gguf": Study.gguf, "impl": Study.impl, "saves": Study.saves, "chat": Study.chat, "memory": Study.memory,
+    "speed": Study.speed, "gguf": Study.gguf, "impl": Study.impl, "library": Study.library, "saves": Study.saves, "chat": Study.chat, "memory": Study.memory,
+    "states": Study.states,
 }  # fmt: skip
 
 

@@ -45,36 +45,34 @@ class TimedReplay(NamedTuple):
     seconds: np.ndarray
 
 
-def measure(given: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    model: str, *, batch_size: int = 1, num_drafts: int = 0, **engine_options: Any
+) -> dict[str, Any]:
     """Return the µs of a step by kernel with the number of launches, and the rest of the step outside of kernels."""
     steps: list[TimedReplay] = []
 
     def timed(recording: Recording[Any]) -> None:
         steps.append(TimedReplay(perf_counter(), recording, recording.timed_replay()))
 
-    options: dict[str, Any] = {
-        "dtype": given.dtype,
-        "quantization": given.quantization,
-        "max_model_len": 512,
-        "enable_prefix_caching": False,
-    }
-    if given.num_drafts:
-        drafts = {"method": "ngram", "num_speculative_tokens": given.num_drafts}
+    options: dict[str, Any] = {"max_model_len": 512} | engine_options
+    options["enable_prefix_caching"] = False
+    if num_drafts:
+        drafts = {"method": "ngram", "num_speculative_tokens": num_drafts}
         options["speculative_config"] = drafts
-    period = PERIOD if given.num_drafts else INPUT_LEN
-    with mock.patch.object(Recording, "replay", timed), LLM(given.model, **options) as llm:
+    period = PERIOD if num_drafts else INPUT_LEN
+    with mock.patch.object(Recording, "replay", timed), LLM(model, **options) as llm:
         rng = random.Random(0)
         size = llm.llm_engine.model_config.vocab_size
         prompts: list[Any] = [
             {"prompt_token_ids": rng.choices(range(3, size), k=period) * (INPUT_LEN // period)}
-            for _ in range(given.batch_size)
+            for _ in range(batch_size)
         ]
         params = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True)
         for _ in range(NUM_RUNS):
             # Only the last run is kept; the first ones record and warm up.
             steps.clear()
             llm.generate(prompts, params, use_tqdm=False)
-        recording = _sampling_step(steps, given.batch_size * (1 + given.num_drafts))
+        recording = _sampling_step(steps, batch_size * (1 + num_drafts))
         names = recording.names
     pairs = [pair for pair in itertools.pairwise(steps) if pair[0].recording is recording]
     wholes = [after.began_s - step.began_s for step, after in pairs]
@@ -86,8 +84,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         kernels[name][1] += seconds
     roofs = measure_roofs(torch.float32, read_bytes=READ_BYTES, gemm=256)
     ratios: dict[str, float] = {}
-    if given.num_drafts:
-        plain = _sampling_step(steps, given.batch_size)
+    if num_drafts:
+        plain = _sampling_step(steps, batch_size)
         both = (np.median(_seconds(steps, each).sum(axis=1)) for each in (recording, plain))
         ratios["over_plain"] = round(float(next(both) / next(both)), 3)
     return {
@@ -123,11 +121,19 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--quantization")
+    parser.add_argument("--load-format", default="auto", help="With dummy, the weights are random.")
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--num-drafts", type=int, default=0)
     parser.add_argument("--output", help="a file for the report, in JSON")
     given = parser.parse_args()
-    found = measure(given)
+    found = measure(
+        given.model,
+        batch_size=given.batch_size,
+        num_drafts=given.num_drafts,
+        dtype=given.dtype,
+        quantization=given.quantization,
+        load_format=given.load_format,
+    )
     print(json.dumps(found, indent=1))
     if given.output:
         write(given.output, {"about": about(sys.argv[1:]), "results": found})
