@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from trouper import LLM, LoRARequest, SamplingParams
 from trouper.actors.executor.models.hf_attention import window_of
+from trouper.actors.executor.weights import hf_check
 from trouper.actors.executor.weights.checkpoint import Checkpoint
 from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.actors.messages.steps import Sampling
@@ -205,6 +206,12 @@ def test_own_code_alone_refuses_model_that_it_does_not_know(foreign):
         LLM(foreign, **ENGINE, model_impl="trouper")
     with pytest.raises(TrouperValidationError, match="model_impl"):
         LLM(foreign, **ENGINE, model_impl="vllm")
+
+
+def test_refusal_for_rounding_names_another_dtype(foreign, monkeypatch):
+    monkeypatch.setitem(hf_check.TOLERANCES, torch.bfloat16, 0.0)
+    with pytest.raises(UnsupportedFeatureError, match="dtype='float32' works"):
+        LLM(foreign, **ENGINE | {"dtype": "bfloat16"})
 
 
 def test_a_checkpoint_that_lacks_a_tensor_is_refused(foreign, tmp_path):

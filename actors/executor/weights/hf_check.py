@@ -134,10 +134,14 @@ def check_logits(decoder: HfDecoder, expected: Sequence[Tensor], block_size: int
             errors = norm(found - wanted, dim=1) / norm(wanted, dim=1).clamp_min(1e-9)
             error = float(errors.median())
             if not error <= tolerance:
-                raise UnsupportedFeatureError(
+                rule = (
                     f"its logits at positions {first} to {end - 1} differ by {error:.2g} of their size "
                     "from those of its own attention"
                 )
+                if decoder.dtype != torch.float32:
+                    name = str(decoder.dtype).removeprefix("torch.")
+                    rule += f"; if {name} only rounds too coarsely, dtype='float32' works"
+                raise UnsupportedFeatureError(rule)
             done[sequence] = end
 
 
