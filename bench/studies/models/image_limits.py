@@ -6,12 +6,13 @@ without the tower.
 
 import argparse
 import os
+import resource
 import sys
 import tempfile
 from itertools import count
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any, cast
 
 import anyio
@@ -111,6 +112,7 @@ def processing(folder: Path, options: argparse.Namespace) -> dict[str, float]:
 
     ratios: list[float] = []
     seconds: dict[str, list[float]] = {"process": [], "thread": []}
+    used_s = dict.fromkeys(seconds, 0.0)
     photos, numbers = [photo(seed) for seed in range(NUM_PHOTOS)], count()
     with tempfile.TemporaryDirectory() as name:
         write_clip(Path(name))
@@ -126,15 +128,22 @@ def processing(folder: Path, options: argparse.Namespace) -> dict[str, float]:
             for place in sorted(seconds, reverse=bool(turn % 2)):
                 number = next(numbers)
                 part = MediaPart(another(photos[number % NUM_PHOTOS], number), None, "image")
+                before = processor_s()
                 spent[place] = timed(
                     lambda place=place, part=part: made[place].place([part], (), b"", "")
                 )
+                if turn >= 0:
+                    used_s[place] += processor_s() - before
             if turn >= 0:
                 ratios.append(spent["process"] / spent["thread"])
                 for place, value in spent.items():
                     seconds[place].append(value)
     return {
         **{f"{place} ms": round(1e3 * median(values), 1) for place, values in seconds.items()},
+        **{
+            f"{place} processor ms": round(1e3 * value / len(ratios), 1)
+            for place, value in used_s.items()
+        },
         "process / thread": round(median(ratios), 3),
     }
 
@@ -147,6 +156,7 @@ def start_up(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     from safetensors import safe_open
 
     seconds: dict[str, list[float]] = {"tower": [], "text model": []}
+    used_s = {kind: list[float]() for kind in seconds}
     with tempfile.TemporaryDirectory() as name:
         write_model(Path(name), options.layers, options.longest_edge, has_weights=True)
         serve = [sys.executable, "-m", "trouper", "serve", name, "--port", "0"]
@@ -156,9 +166,13 @@ def start_up(folder: Path, options: argparse.Namespace) -> dict[str, float]:
         }
         for turn in range(-1, options.rounds):
             for kind in sorted(seconds, reverse=bool(turn % 2)):
+                before = resource.getrusage(resource.RUSAGE_CHILDREN)
                 spent = until_ready(commands[kind])
+                after = resource.getrusage(resource.RUSAGE_CHILDREN)
                 if turn >= 0:
                     seconds[kind].append(spent)
+                    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+                    used_s[kind].append(used)
 
         def read() -> None:
             with safe_open(Path(name) / "model.safetensors", "pt") as file:
@@ -170,6 +184,7 @@ def start_up(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     more = median(a - b for a, b in zip(*seconds.values(), strict=True))
     return {
         **{f"{kind} s": round(median(values), 2) for kind, values in seconds.items()},
+        **{f"{kind} processor s": round(median(values), 2) for kind, values in used_s.items()},
         "more s": round(more, 2),
         "reading s": round(reading, 2),
     }
@@ -214,6 +229,15 @@ def memory(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "limits of caches MiB": round(limits * 2**10),
         "second half / first half": round(max(sizes[half:]) / max(sizes[:half]), 3),
     }
+
+
+def processor_s() -> float:
+    """Return the processor time of this process and of its children that are alive, in seconds."""
+    found = process_time()
+    for children in Path("/proc/self/task").glob("*/children"):
+        for child in children.read_text().split():
+            found += int(Path(f"/proc/{child}/schedstat").read_text().split()[0]) / 1e9
+    return found
 
 
 def resident_mib() -> float:
