@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from .bugs import BUGS
+from .durable_world import DurableScenario, draw_durable
 from .explore import Exploration, cancel_everywhere, num_schedules_until_found
 from .pooling.pooling_scenario import PoolingScenario, draw_pooling
 from .run import simulate
@@ -30,6 +31,7 @@ KINDS = {
     "pooling": Kind(PoolingScenario, draw_pooling),
     "workers": Kind(WorkerScenario, draw_workers),
     "runs": Kind(WorkerScenario, draw_with_runs),
+    "durable": Kind(DurableScenario, draw_durable),
 }
 
 
@@ -47,6 +49,10 @@ def main() -> int:
     kinds.add_argument(
         "--runs", dest="kind", action="store_const", const="runs",
         help="an engine whose worker dies in steps that accept several drafts",
+    )  # fmt: skip
+    kinds.add_argument(
+        "--durable", dest="kind", action="store_const", const="durable",
+        help="a server with a journal, through several lives",
     )  # fmt: skip
     parser.set_defaults(kind="generate")
     parser.add_argument("--seed", type=int, help="the first seed; random by default")

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from . import tier_bugs  # noqa: F401  # they add theirs to BUGS
+from . import durable_bugs, tier_bugs  # noqa: F401  # they add theirs to BUGS
 from .bugs import BUGS, planted
 from .pooling import pooling_bugs  # noqa: F401  # they add theirs to BUGS
 from .run import simulate

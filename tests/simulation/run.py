@@ -9,6 +9,7 @@ import msgspec
 
 import trouper.actors.engine.wiring as engine_module
 
+from .durable_world import DurableScenario, DurableWorld
 from .expected import TOKENIZER
 from .pooling.pooling_scenario import PoolingScenario
 from .pooling.pooling_world import PoolingWorld
@@ -34,7 +35,7 @@ class _Simulated:
 
 
 def simulate(
-    scenario: Scenario | PoolingScenario,
+    scenario: Scenario | PoolingScenario | DurableScenario,
     victim: CancelAtStep | None = None,
     trace: Callable[..., None] | None = None,
 ) -> Verdict:
@@ -64,7 +65,7 @@ def simulate(
 
 
 def _simulate(
-    scenario: Scenario | PoolingScenario,
+    scenario: Scenario | PoolingScenario | DurableScenario,
     victim: CancelAtStep | None,
     trace: Callable[..., None] | None,
 ) -> Verdict:
@@ -86,10 +87,12 @@ def _simulate(
 
 
 def make_world(
-    scenario: Scenario | PoolingScenario,
+    scenario: Scenario | PoolingScenario | DurableScenario,
     victim: CancelAtStep | None,
     trace: Callable[..., None] | None,
-) -> World:
+) -> World | DurableWorld:
+    if isinstance(scenario, DurableScenario):
+        return DurableWorld(scenario, trace)
     if isinstance(scenario, PoolingScenario):
         return PoolingWorld(scenario, victim, trace)
     kind = WorkerWorld if isinstance(scenario, WorkerScenario) else World

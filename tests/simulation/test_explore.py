@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from .durable_world import DurableScenario
 from .explore import cancel_everywhere, explore_seeds
 from .pooling.pooling_scenario import PoolingScenario, draw_pooling, draw_pooling_with
 from .run import simulate
@@ -26,7 +27,9 @@ def test_every_oracle_holds_under_drawn_schedules(draw, first):
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
 def test_what_broke_once_holds_now(path):
-    kinds = {"corpus": Scenario, "pooling": PoolingScenario, "workers": WorkerScenario}
+    kinds = {
+        "corpus": Scenario, "pooling": PoolingScenario, "workers": WorkerScenario, "durable": DurableScenario,
+    }  # fmt: skip
     kind = kinds[path.parent.name]
     verdict = simulate(msgspec.json.decode(path.read_bytes(), type=kind))
     assert verdict.broken is None
