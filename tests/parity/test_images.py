@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.adapters import write_adapter
 from tests.support.vision import FAMILIES, VisionModel, image, picture, text
-from trouper import LLM, BeamSearchParams, LLMEngine, RequestOutputKind, SamplingParams
+from trouper import LLM, BeamSearchParams, LLMEngine, LoRARequest, RequestOutputKind, SamplingParams
 from trouper.actors.executor.media.encoder import MediaEncoder
 from trouper.actors.executor.media.tower import MediaTower, _grey
 from trouper.actors.executor.steps.request_slots import Axes
@@ -184,6 +185,26 @@ def test_ids_are_those_of_the_whole_processor(oracles, kind):
         found = llm.generate(prompt, params(), use_tqdm=False)[0]
     wanted = processor(text=words, images=pictures, add_special_tokens=False)["input_ids"]
     assert list(found.prompt_token_ids) == np.array(wanted).reshape(-1).tolist()
+
+
+def test_adapters_of_a_tower_are_refused(llava, tmp_path):
+    places = (
+        "model.language_model.layers.0.self_attn.q_proj",
+        "model.vision_tower.encoder.layers.0.mlp.fc1",
+    )
+    tensors = {
+        f"base_model.model.{place}.lora_{side}.weight": torch.ones(shape)
+        for place in places
+        for side, shape in (("A", (4, 64 if "language" in place else 32)), ("B", (64, 4)))
+    }
+    adapter = LoRARequest("tower", 1, write_adapter(tmp_path / "tower", tensors))
+    for options in ({}, {"language_model_only": True}):
+        with opened(llava, enable_lora=True, **options) as llm:
+            if options:
+                assert llm.generate("a", params(), lora_request=adapter, use_tqdm=False)
+                continue
+            with pytest.raises(UnsupportedFeatureError, match="1 modules of the vision"):
+                llm.generate("a", params(), lora_request=adapter, use_tqdm=False)
 
 
 def test_an_image_may_be_a_single_row(oracles, monkeypatch):

@@ -39,6 +39,7 @@ TOWER_NAMES = (
 TOWERS = (
     "the adapter changes %d modules of vision or audio towers, which are not served: only text is"
 )
+ADVICE = "language_model_only=True serves the text model with this adapter"
 Make = Callable[[Sequence[int], int, int, int, torch.dtype], LoRAWeights]
 """Makes the slots of a layer from its part sizes, its inputs, the number of slots, the largest rank and the dtype."""
 
@@ -51,6 +52,7 @@ class AdapterSlots:
         rows: provides the adapter of each row of a step.
         make: creates the slots of a layer on the model's device; the CPU by default.
         heads: the heads that adapters replace.  Without it such adapters are refused.
+        has_tower: images or audio are served, so an adapter that changes the tower is refused.
     """
 
     def __init__(
@@ -60,8 +62,11 @@ class AdapterSlots:
         rows: RowSource,
         make: Make = make_lora,
         heads: AdapterHeads | None = None,
+        *,
+        has_tower: bool = False,
     ) -> None:
         self._config, self._dtype, self.heads = config, dtype, heads
+        self._has_tower = has_tower
         self._rows, self._make = rows, make
         # Layers by the name of their parameter's first source.
         self._layers: dict[str, _Layer] = {}
@@ -168,6 +173,9 @@ class AdapterSlots:
         if not named:
             raise _bad("it contains no matrix")
         if num_unused := len(sides) - len(named):
+            if self._has_tower:
+                rule = f"it changes {num_unused} modules of the vision or audio tower, whose adapters are not supported; {ADVICE}"
+                raise UnsupportedFeatureError(f"lora_path: {rule}", parameter="lora_path")
             logger.info(TOWERS, num_unused)
         return {
             module: self._low_rank(given, self._parts[module], config, sides[given])

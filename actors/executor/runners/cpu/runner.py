@@ -108,7 +108,13 @@ class CpuRunner:
         self._adapter_rows: AdapterRows | None = None
         if config.lora is not None:
             self._adapter_rows = AdapterRows(config.scheduler.max_num_scheduled_tokens)
-            adapters = AdapterSlots(config.lora, dtype, self._adapter_rows, heads=model.heads)
+            adapters = AdapterSlots(
+                config.lora,
+                dtype,
+                self._adapter_rows,
+                heads=model.heads,
+                has_tower=config.media is not None,
+            )
             for parameter in model.adapted:
                 adapters.know(parameter)
         self._heads = None if adapters is None else adapters.heads
