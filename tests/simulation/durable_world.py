@@ -237,7 +237,7 @@ class KillableDisk(SimulatedDisk):
             raise
 
     def kill(self) -> None:
-        """Nothing that comes later reaches the disk."""
+        """Save the disk for the next life, so that later calls change nothing there."""
         now = copy.deepcopy((self.files, self.graves, self.unlinked))
         self._left = self._dice.choice([*self._before, now, now])
         if self._left is now and self._last_write is not None:
@@ -349,7 +349,7 @@ class DurableWorld:
     async def _live(self, life: Life, *, is_last: bool) -> None:
         scenario = self.scenario
         if is_last:
-            # Somebody has bought a new disk.
+            # The last disk has no faults, so that every answer can end.
             self.disk.full_rate = self.disk.error_rate = 0.0
         sizes = scenario.engine
         device = SimulatedDevice(
