@@ -167,7 +167,7 @@ class FaultyTierDisk:
         return (0 if self._fault("full") else 2**40), 2**41
 
     def damage(self) -> None:
-        """Do to a file what time, or somebody else, may do to it."""
+        """Damage a file at rest, as other programs and time may do."""
         paths = sorted(self._files.files)
         if not paths or self._dice.random() >= self._weather.damage_rate:
             return
@@ -197,7 +197,7 @@ class FaultyTierDisk:
 
 
 class _NoThread:
-    """Stands for a thread, and for an event that nobody waits for."""
+    """Stand for a thread, and for an event without waiting tasks."""
 
     def __init__(self, **options: Any) -> None: ...
 
@@ -226,7 +226,7 @@ class _DrawnThread(TierThread):
 
 
 class SimulatedTier:
-    """What a `SimulatedDevice` has for a tier.
+    """Perform the orders of a `SimulatedDevice` in virtual time.
 
     Args:
         weather: the size of the folder, and what goes wrong.
