@@ -21,7 +21,7 @@ from trouper.actors.scheduling.state.kv_blocks import KVBlocks
 from trouper.actors.scheduling.state.sequence import Request
 from trouper.actors.scheduling.state.sequence_table import Shared
 from trouper.actors.scheduling.step_time import StepTimes, StepWork
-from trouper.config.scheduler_config import SchedulerConfig
+from trouper.config.engine_config import SchedulerConfig
 from trouper.params import RequestOutputKind, SamplingParams
 
 BLOCK_SIZE = 16

@@ -35,7 +35,6 @@ import torch
 from torch import Tensor
 
 from trouper.kernels.formats import Activation, Norm
-from trouper.kernels.reference.attention_plan import plan_attention
 from trouper.kernels.reference.norms import (
     act_and_mul,
     activate,
@@ -48,7 +47,12 @@ from trouper.kernels.reference.norms import (
     rope_,
     rotation_of,
 )
-from trouper.kernels.reference.paged_attention import MAX_TILE_CAPPED, mask_tensors, paged_attention
+from trouper.kernels.reference.paged_attention import (
+    MAX_TILE_CAPPED,
+    mask_tensors,
+    paged_attention,
+    plan_attention,
+)
 
 Integers = Sequence[int] | np.ndarray
 

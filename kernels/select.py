@@ -175,7 +175,7 @@ def make_experts(
 ) -> Experts:
     """Combine the experts of a layer, into one launch for each product if a kernel accepts the form of their weights."""
     if units.is_available():
-        from trouper.kernels.cpu.experts.native import grouped
+        from trouper.kernels.cpu.experts.products import grouped
 
         if (native := grouped(gate_up, down, routing)) is not None:
             return native

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from trouper.actors.messages.requests import MAX_OPEN_REQUESTS
+from trouper.actors.output.slot import Prefills
 from trouper.actors.rendering.media.parts import is_media
-from trouper.actors.replies.slot import Prefills
 from trouper.errors import MaxQueuedTokensError, QueueOverflowError, invalid
 
 TOKENS_PER_IMAGE = (

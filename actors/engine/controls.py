@@ -47,7 +47,7 @@ from trouper.actors.messages.controls import (
 )
 from trouper.actors.observability.metrics import Metrics
 from trouper.actors.observability.observer import RecentEvents
-from trouper.actors.replies.slot import Slot
+from trouper.actors.output.slot import Slot
 from trouper.actors.runtime.event_loop import Future, wait_shielded
 from trouper.errors import EngineDeadError, ProfilerAlreadyActiveError
 

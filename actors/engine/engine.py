@@ -35,11 +35,11 @@ from trouper.actors.observability.metrics import Metrics
 from trouper.actors.observability.observer import Observer, RecentEvents
 from trouper.actors.output.detokenizer import Detokenizer
 from trouper.actors.output.pooler import Pooler
+from trouper.actors.output.slot import Slot
 from trouper.actors.rendering.media.downloads import Downloads
 from trouper.actors.rendering.prompts.prompts import Prompts
 from trouper.actors.rendering.renderer import Renderer
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
-from trouper.actors.replies.slot import Slot
 from trouper.actors.runtime.event_loop import EventLoop, Threads
 from trouper.actors.scheduling.scheduler import Scheduler
 from trouper.config.adapters import AdapterFiles, read_adapter

@@ -24,7 +24,7 @@ from trouper.actors.messages.requests import (
     RequestId,
     RequestOptions,
 )
-from trouper.actors.replies.slot import ExpectedToken, Slot
+from trouper.actors.output.slot import ExpectedToken, Slot
 from trouper.lora import LoRARequest
 from trouper.outputs import PoolingRequestOutput, RequestOutput
 from trouper.params import SamplingParams

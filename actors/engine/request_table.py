@@ -23,9 +23,9 @@ from trouper.actors.messages.requests import Abort, Render, RequestId, RequestOp
 from trouper.actors.observability.observer import ObserverSnapshot
 from trouper.actors.output.detokenizer import DetokenizerSnapshot
 from trouper.actors.output.pooler import PoolerSnapshot
+from trouper.actors.output.slot import PoolingSlot, ReplySlot, Slot
 from trouper.actors.rendering.media.downloads import remote_parts
 from trouper.actors.rendering.renderer import RendererSnapshot
-from trouper.actors.replies.slot import PoolingSlot, ReplySlot, Slot
 from trouper.actors.runtime.event_loop import EventLoop
 from trouper.actors.scheduling.scheduling_policy import SchedulerSnapshot
 from trouper.config.engine_config import EngineConfig

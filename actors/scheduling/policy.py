@@ -47,7 +47,6 @@ from trouper.actors.messages.steps import (
     TierOrder,
 )
 from trouper.actors.scheduling.culprit_search import FaultBisection, Quarantine
-from trouper.actors.scheduling.first_token import expect, predict_first_token
 from trouper.actors.scheduling.policy_base import PolicyBase
 from trouper.actors.scheduling.prompt_turns import PromptTurns
 from trouper.actors.scheduling.routing import Demand
@@ -63,8 +62,8 @@ from trouper.actors.scheduling.state.step_builder import (
     find_in_question,
 )
 from trouper.actors.scheduling.state.tier import MAX_SOUGHT, Tier
-from trouper.actors.scheduling.step_planner import StepPlanner
-from trouper.config.scheduler_config import SchedulerConfig
+from trouper.actors.scheduling.step_planner import StepPlanner, expect, predict_first_token
+from trouper.config.engine_config import SchedulerConfig
 from trouper.outputs import RequestError
 
 FAILURES: dict[EntryFailure, RequestError] = {

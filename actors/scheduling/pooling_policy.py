@@ -43,7 +43,7 @@ from trouper.actors.scheduling.state.fluid import GRAIN, Fluid
 from trouper.actors.scheduling.state.step_builder import InFlight, InFlightPlan
 from trouper.actors.scheduling.step_budget import LONG_S, PoolingTime
 from trouper.actors.scheduling.step_time import StepWork
-from trouper.config.scheduler_config import SchedulerConfig
+from trouper.config.engine_config import SchedulerConfig
 from trouper.outputs import RequestError
 
 # Sorting this many texts by length takes 0.1 ms.

@@ -24,7 +24,7 @@ from trouper.actors.scheduling.state.sequence_table import MAX_PASSES, SequenceT
 from trouper.actors.scheduling.state.step_builder import InFlightStep, StepBuilder
 from trouper.actors.scheduling.step_budget import LONG_PROMPT_S, LONG_S, StepBudget
 from trouper.actors.scheduling.step_time import NUM_KEPT, StepTimes, StepWork
-from trouper.config.scheduler_config import SchedulerConfig
+from trouper.config.engine_config import SchedulerConfig
 from trouper.params import RequestOutputKind
 
 # Waiting prompts that one step considers.

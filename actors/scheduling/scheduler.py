@@ -48,9 +48,9 @@ from trouper.actors.messages.steps import (
     TierAnswer,
 )
 from trouper.actors.runtime.event_loop import Future, Reporter
-from trouper.actors.scheduling.first_token import FirstTokens
 from trouper.actors.scheduling.replicas import Probes, Replicas
 from trouper.actors.scheduling.scheduling_policy import SchedulerSnapshot, SchedulingPolicy
+from trouper.actors.scheduling.step_planner import FirstTokens
 from trouper.errors import DeviceStartError
 
 logger = logging.getLogger(__name__)

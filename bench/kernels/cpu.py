@@ -32,11 +32,10 @@ from trouper.kernels.cpu.attention.varlen import (
 )
 from trouper.kernels.cpu.encoder_ops import LayerNorm, layer_norm_reference
 from trouper.kernels.cpu.pack_kv import KvCodec, can_pack, unpack_reference
-from trouper.kernels.cpu.sampling.sample import sample
+from trouper.kernels.cpu.sample import sample
 from trouper.kernels.linear import LinearConfig
 from trouper.kernels.ops import HostTokens
 from trouper.kernels.reference.linear import linear_reference
-from trouper.kernels.reference.noise import gumbel, gumbel_reference
 from trouper.kernels.reference.norms import (
     kv_write_,
     kv_write_reference,
@@ -50,7 +49,7 @@ from trouper.kernels.reference.norms import (
     silu_and_mul_reference,
 )
 from trouper.kernels.reference.paged_attention import paged_attention_reference
-from trouper.kernels.reference.sampling import NEUTRAL, sample_reference
+from trouper.kernels.reference.sampling import NEUTRAL, gumbel, gumbel_reference, sample_reference
 from trouper.kernels.select import make_linear
 
 # The reference of the noise is slow, so only this many tokens are checked.

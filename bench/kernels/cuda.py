@@ -36,10 +36,9 @@ from trouper.kernels.cuda.sampling.sampling_rows import SamplingRows, make_sampl
 from trouper.kernels.cuda.sampling.top_k_top_p import top_k_top_p
 from trouper.kernels.lora import LowRank, RowTable
 from trouper.kernels.reference.linear import linear_reference
-from trouper.kernels.reference.noise import gumbel
 from trouper.kernels.reference.norms import rope_table, silu_and_mul_reference
 from trouper.kernels.reference.paged_attention import paged_attention_reference
-from trouper.kernels.reference.sampling import PARAMETERS, ROW, top_k_top_p_reference
+from trouper.kernels.reference.sampling import PARAMETERS, ROW, gumbel, top_k_top_p_reference
 
 # The number of compared tokens.  A reference in float64 takes longer than everything else.
 NUM_CHECKED = 8

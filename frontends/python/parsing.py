@@ -13,8 +13,7 @@ from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.config.args import EngineArgs
 from trouper.config.model import ModelConfig, tokenizer_path
 from trouper.errors import TrouperValidationError, invalid
-from trouper.frontends.dialects.answer_format import AUTO, AnswerFormat, answer_format
-from trouper.frontends.dialects.core import AnswerParser
+from trouper.frontends.dialects.core import AUTO, AnswerFormat, AnswerParser, answer_format
 from trouper.frontends.dialects.table import Dialect
 
 PLUGIN = "tool_parser_plugin"

@@ -63,7 +63,7 @@ class TokenEmbedding:
         kind = units.row_kind(words.dtype, words.shape[1], native=native)
         self._kernel: launch.Kernel | None = None
         if kind is not None:
-            from trouper.kernels.cpu.fused.norms import embed_tokens
+            from trouper.kernels.cpu.norms import embed_tokens
 
             self._kernel = launch.compiled(embed_tokens, kind)
 
@@ -122,7 +122,7 @@ class LayerNorm:
         kind = units.row_kind(weight.dtype, len(weight), native=native)
         self._kernel: launch.Kernel | None = None
         if kind is not None:
-            from trouper.kernels.cpu.fused.norms import center_norm
+            from trouper.kernels.cpu.norms import center_norm
 
             self._kernel = launch.compiled(center_norm, kind)
             self._eps_bits = launch.float_bits(eps)
@@ -170,7 +170,7 @@ def gelu(x: Tensor, *, has_tanh: bool) -> Tensor:
     kind = units.row_kind(x.dtype, x.shape[-1])
     if kind is None or not x.is_contiguous() or not x.numel():
         return F.gelu(x, approximate="tanh" if has_tanh else "none")
-    from trouper.kernels.cpu.fused.norms import activate
+    from trouper.kernels.cpu.norms import activate
 
     y, width = torch.empty_like(x), x.shape[-1]
     num_rows = x.numel() // width
@@ -199,7 +199,7 @@ class RowPooling:
         kind = units.row_kind(dtype, width, native=native)
         self._kernel: launch.Kernel | None = None
         if kind is not None:
-            from trouper.kernels.cpu.fused.norms import mean_of_spans
+            from trouper.kernels.cpu.norms import mean_of_spans
 
             self._kernel = launch.compiled(mean_of_spans, kind)
 

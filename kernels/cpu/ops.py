@@ -18,7 +18,8 @@ from trouper.kernels.codegen.units import LANES, Kind
 from trouper.kernels.cpu.attention import decode, prefill
 from trouper.kernels.cpu.attention import tile as attention_tile
 from trouper.kernels.cpu.attention.plan import AttentionPlanner, NativePlan
-from trouper.kernels.cpu.fused.norms import (
+from trouper.kernels.cpu.memory import Float32Copies, num_parts_for, num_threads_for, padded
+from trouper.kernels.cpu.norms import (
     act_and_mul,
     activate,
     embed,
@@ -26,7 +27,6 @@ from trouper.kernels.cpu.fused.norms import (
     fused_add_norm,
     qk_norm_rope_kv_write,
 )
-from trouper.kernels.cpu.memory import Float32Copies, num_parts_for, num_threads_for, padded
 from trouper.kernels.ops import CpuOps, Integers, OpsConfig, Spans
 
 KINDS: dict[torch.dtype, Kind] = {torch.bfloat16: "bf16", torch.float32: "f32"}

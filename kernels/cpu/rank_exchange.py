@@ -19,7 +19,8 @@ from torch import Tensor
 from trouper.kernels.codegen.launch import address_in_torch, compiled, float_bits
 from trouper.kernels.codegen.units import LANES, kind_of
 from trouper.kernels.cpu.exchange_sizes import FLOAT_BYTES, ExchangeSizes, whole_pages
-from trouper.kernels.cpu.fused.rank_sums import (
+from trouper.kernels.cpu.memory import Float32Copies, num_threads_for, padded
+from trouper.kernels.cpu.rank_sums import (
     FAILED,
     LABEL_BITS,
     NUM_DONE,
@@ -33,7 +34,6 @@ from trouper.kernels.cpu.fused.rank_sums import (
     shared_heads_norm,
     shared_sum,
 )
-from trouper.kernels.cpu.memory import Float32Copies, num_threads_for, padded
 from trouper.kernels.formats import Norm
 from trouper.kernels.ops import RankGroup, RankShare, q_and_k
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trouper.frontends.dialects.answer_format import ReasoningTokens, answer_format
+from trouper.frontends.dialects.core import ReasoningTokens, answer_format
 
 SPAN = ("<think>", "</think>")
 HERMES = "{% if tools %}<tool_call></tool_call>{% endif %}"

@@ -11,8 +11,8 @@ from trouper.actors.rendering.grammar.grammars import Grammars
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.config.model import DEMO_MODEL
 from trouper.errors import TrouperValidationError
-from trouper.frontends.dialects.answer_format import AnswerFormat
 from trouper.frontends.dialects.calls import Arguments, CallStarted, Content
+from trouper.frontends.dialects.core import AnswerFormat
 from trouper.frontends.dialects.grammar import MAX_CALLS, forced_calls, strict_calls
 from trouper.frontends.dialects.table import BY_NAME, DIALECTS
 

@@ -6,7 +6,7 @@ import torch
 
 from trouper.actors.executor.models.decoder import KVCacheSpec
 from trouper.actors.executor.steps.kv_memory import KVCache, num_kv_blocks
-from trouper.config.scheduler_config import SchedulerConfig
+from trouper.config.engine_config import SchedulerConfig
 
 WIDE = KVCacheSpec(num_layers=2, num_heads=4, head_dim=8, keys=(None,))
 NARROW = KVCacheSpec(num_layers=3, num_heads=1, head_dim=16, keys=(64,))

@@ -8,10 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trouper.actors.executor.media import functions
+from trouper.actors.executor.media import slices
 from trouper.actors.executor.media.encoder import MediaEncoder, WholeItem
-from trouper.actors.executor.media.functions import TowerFunctions
-from trouper.actors.executor.media.slices import SlicedLinear, SlicedWork, Slices, slice_layers
+from trouper.actors.executor.media.slices import (
+    SlicedLinear,
+    SlicedWork,
+    Slices,
+    TowerFunctions,
+    slice_layers,
+)
 from trouper.actors.messages.media import MediaItem
 
 
@@ -183,13 +188,13 @@ def test_towers_attend_by_kernels_where_possible(case, monkeypatch):
         served.append(args)
         return attend_both_ways(*args)
 
-    attend_both_ways = functions.attend_both_ways
-    monkeypatch.setattr(functions, "attend_both_ways", attend)
+    attend_both_ways = slices.attend_both_ways
+    monkeypatch.setattr(slices, "attend_both_ways", attend)
     wanted = F.scaled_dot_product_attention(*parts, **options)
     with TowerFunctions():
         found = F.scaled_dot_product_attention(*parts, **options)
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
-    assert bool(served) == (is_served and functions.is_native(torch.float32, 16))
+    assert bool(served) == (is_served and slices.is_native(torch.float32, 16))
 
 
 def test_towers_attend_over_other_keys_by_torch():

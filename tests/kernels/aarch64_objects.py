@@ -20,7 +20,10 @@ from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.replay import replay
 from trouper.kernels.cpu.attention.decode import decode_attention, merge_partials
 from trouper.kernels.cpu.attention.prefill import prefill_attention, whole_attention
-from trouper.kernels.cpu.fused.norms import (
+from trouper.kernels.cpu.linear.integer_bytes import byte_matmul
+from trouper.kernels.cpu.linear.integer_panels import quantize_panels
+from trouper.kernels.cpu.linear.integer_rows import quantize_rows
+from trouper.kernels.cpu.norms import (
     act_and_mul,
     activate,
     center_norm,
@@ -30,14 +33,11 @@ from trouper.kernels.cpu.fused.norms import (
     mean_of_spans,
     qk_norm_rope_kv_write,
 )
-from trouper.kernels.cpu.linear.integer_bytes import byte_matmul
-from trouper.kernels.cpu.linear.integer_panels import quantize_panels
-from trouper.kernels.cpu.linear.integer_rows import quantize_rows
 from trouper.kernels.cpu.recurrent.convolution import causal_conv
 from trouper.kernels.cpu.recurrent.gated_delta import delta_gates, gated_delta
 from trouper.kernels.cpu.recurrent.gates import gated_norm, mul_sigmoid
 from trouper.kernels.cpu.recurrent.ssd import ssd, ssd_gates
-from trouper.kernels.cpu.sampling.sample_rows import sample_rows
+from trouper.kernels.cpu.sample_rows import sample_rows
 
 # What a processor without AVX2 is given: attention and norms of float32, weights of few bits, sampling.
 KERNELS = {

@@ -13,7 +13,7 @@ from trouper.actors.messages.outputs import SequenceTokens, StepTokens, Stop
 from trouper.actors.messages.requests import RequestId, Track
 from trouper.actors.messages.steps import TokenLogprobs
 from trouper.actors.output.detokenizer import Detokenizer
-from trouper.actors.replies.slot import ReplySlot
+from trouper.actors.output.slot import ReplySlot
 from trouper.errors import GenerationError
 from trouper.outputs import Logprob, RequestError
 from trouper.params import RequestOutputKind, SamplingParams

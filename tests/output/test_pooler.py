@@ -8,7 +8,7 @@ from trouper.actors.messages.outputs import Pooled, PooledRequest
 from trouper.actors.messages.requests import AdmitPooling, RequestId
 from trouper.actors.output import pooler as pooler_module
 from trouper.actors.output.pooler import LARGE, Pooler
-from trouper.actors.replies.slot import PoolingSlot
+from trouper.actors.output.slot import PoolingSlot
 from trouper.actors.runtime.event_loop import Future
 from trouper.errors import GenerationError, TrouperValidationError
 from trouper.outputs import RequestError

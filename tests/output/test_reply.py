@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trouper.actors.replies.slot import ReplySlot
+from trouper.actors.output.slot import ReplySlot
 from trouper.outputs import Logprob, RequestError
 from trouper.params import RequestOutputKind, SamplingParams
 

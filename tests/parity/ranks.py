@@ -9,13 +9,13 @@ import msgspec
 import pytest
 import torch
 
-from trouper.actors.executor.links.worker_links import ModelSizes, SharedSizes, create_shared_files
 from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.models.native_decoder import rank_share
 from trouper.actors.executor.models.sharding import Shard
 from trouper.actors.executor.runners.cpu.models import NativeModel, Share
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.executor.runners.cpu.stage_runner import StageRunner
+from trouper.actors.executor.worker_links import ModelSizes, SharedSizes, create_shared_files
 from trouper.kernels.codegen import units
 from trouper.kernels.cpu.exchange_sizes import ExchangeSizes
 from trouper.kernels.cpu.rank_exchange import RankExchange, SharedGroup

@@ -11,10 +11,10 @@ import torch
 
 from tests.support.adapters import random_tensors, write_adapter
 from trouper import LLM, SamplingParams
-from trouper.actors.executor.links.worker_links import ModelSizes, SharedSizes, create_shared_files
 from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.executor.runners.cpu.stage_runner import StageRunner
+from trouper.actors.executor.worker_links import ModelSizes, SharedSizes, create_shared_files
 from trouper.actors.messages.requests import SequenceId
 from trouper.actors.messages.steps import NewSequence, Sampling, StepPlan
 from trouper.config.adapters import LoRAConfig, read_adapter

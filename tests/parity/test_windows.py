@@ -9,8 +9,8 @@ import torch
 from trouper import LLM, SamplingParams
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.messages.steps import Sampling
+from trouper.config.engine_config import SchedulerConfig
 from trouper.config.kv_layout import KVLayout, group_size, short_step, tables_of
-from trouper.config.scheduler_config import SchedulerConfig
 from trouper.inputs import TokensPrompt
 
 from .driver import Driver, engine_config, random_prompts

@@ -4,7 +4,7 @@ import pytest
 
 from trouper.config.model import DEMO_MODEL
 from trouper.errors import TrouperValidationError
-from trouper.frontends.dialects.answer_format import answer_format
+from trouper.frontends.dialects.core import answer_format
 from trouper.frontends.python.parsing import read_plugin
 from trouper.parsing import Arguments, CallEnded, CallStarted, Content, Reasoning, parser_for
 

@@ -8,11 +8,11 @@ import anyio.lowlevel
 import pytest
 
 from trouper.actors.messages.requests import NO_OPTIONS, Admit, Render, RequestId, Track
+from trouper.actors.output.slot import ReplySlot
 from trouper.actors.rendering import renderer as renderer_module
 from trouper.actors.rendering.grammar.trial_processes import UntriedGrammarError
 from trouper.actors.rendering.prompts.prompts import Rendered
 from trouper.actors.rendering.renderer import Renderer, _plain_size
-from trouper.actors.replies.slot import ReplySlot
 from trouper.actors.runtime.event_loop import WorkerThreads
 from trouper.errors import GenerationError, TrouperValidationError
 from trouper.params import SamplingParams

@@ -8,8 +8,8 @@ from trouper.actors.messages.requests import Admit, RequestId
 from trouper.actors.messages.steps import StepDone
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.state.kv_blocks import KVBlocks
+from trouper.config.engine_config import SchedulerConfig
 from trouper.config.kv_layout import KVLayout
-from trouper.config.scheduler_config import SchedulerConfig
 from trouper.params import SamplingParams
 
 BLOCK, WINDOW, STEP = 128, 1024, 1024

@@ -8,7 +8,7 @@ from trouper.actors.messages.requests import Admit, RequestOptions
 from trouper.actors.messages.steps import NEVER, DeviceLost, StepDone
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.state.kv_blocks import KVBlocks
-from trouper.config.scheduler_config import SchedulerConfig
+from trouper.config.engine_config import SchedulerConfig
 from trouper.params import RequestOutputKind, SamplingParams
 
 DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY

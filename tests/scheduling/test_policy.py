@@ -10,7 +10,7 @@ from trouper.actors.messages.steps import StepDone, TokenLogprobs
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.state.kv_blocks import KVBlocks
 from trouper.actors.scheduling.state.sequence import State
-from trouper.config.scheduler_config import SchedulerConfig
+from trouper.config.engine_config import SchedulerConfig
 from trouper.params import SamplingParams
 
 EOS = 99

@@ -18,8 +18,8 @@ from trouper.actors.messages.requests import Admit, LoadedAdapter, RequestOption
 from trouper.actors.messages.steps import DeviceLost, StepDone
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.state.kv_blocks import KVBlocks
+from trouper.config.engine_config import SchedulerConfig
 from trouper.config.kv_layout import KVLayout
-from trouper.config.scheduler_config import SchedulerConfig
 from trouper.params import SamplingParams
 
 EOS, SECOND_EOS, VOCABULARY, POISON = 0, 1, 40, -7

@@ -8,7 +8,7 @@ from trouper.actors.messages.controls import Pause
 from trouper.actors.messages.requests import AdmitPooling, RequestId, RequestOptions
 from trouper.actors.messages.steps import DeviceLost, PoolDone
 from trouper.actors.scheduling.pooling_policy import PASS_TOKENS, PoolingPolicy
-from trouper.config.scheduler_config import SchedulerConfig
+from trouper.config.engine_config import SchedulerConfig
 from trouper.pooling import PoolingParams
 
 

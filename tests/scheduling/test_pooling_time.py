@@ -10,7 +10,7 @@ from trouper.actors.messages.steps import PoolDone
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy
 from trouper.actors.scheduling.step_budget import EXPLORE, LOSS, NO_ROWS, QUIET_S
 from trouper.actors.scheduling.step_time import StepWork
-from trouper.config.scheduler_config import SchedulerConfig
+from trouper.config.engine_config import SchedulerConfig
 from trouper.pooling import PoolingParams
 
 FIXED_S, TOKEN_S, PAIR_S = 0.008, 0.0002, 0.1e-6  # a small encoder on two cores

@@ -11,7 +11,7 @@ from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy
 from trouper.actors.scheduling.scheduler import Scheduler
 from trouper.actors.scheduling.state.kv_blocks import KVBlocks
-from trouper.config.scheduler_config import SchedulerConfig
+from trouper.config.engine_config import SchedulerConfig
 from trouper.params import SamplingParams
 
 from .test_pooling_policy import admit, ids

@@ -10,7 +10,7 @@ from trouper.actors.messages.controls import Pause
 from trouper.actors.messages.requests import AdmitPooling, RequestId
 from trouper.actors.messages.steps import DeviceLost
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy
-from trouper.config.scheduler_config import SchedulerConfig
+from trouper.config.engine_config import SchedulerConfig
 from trouper.params import SamplingParams
 from trouper.pooling import PoolingParams
 

@@ -12,7 +12,7 @@ from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.state.kv_blocks import KVBlocks
 from trouper.actors.scheduling.state.running import Running
 from trouper.actors.scheduling.state.state_snapshots import SnapshotRows, StateSnapshots
-from trouper.config.scheduler_config import SchedulerConfig
+from trouper.config.engine_config import SchedulerConfig
 from trouper.params import SamplingParams
 
 VOCAB = 50

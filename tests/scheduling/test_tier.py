@@ -17,7 +17,7 @@ from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.state.kv_blocks import KVBlocks
 from trouper.actors.scheduling.state.sequence import State
 from trouper.actors.scheduling.state.tier import MAX_ORDERS, MAX_QUEUED, Tier
-from trouper.config.scheduler_config import SchedulerConfig
+from trouper.config.engine_config import SchedulerConfig
 from trouper.params import SamplingParams
 
 SIZE, MOST = 2, 24

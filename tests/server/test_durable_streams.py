@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from trouper.errors import EngineDeadError
-from trouper.frontends.dialects.answer_format import AnswerFormat
+from trouper.frontends.dialects.core import AnswerFormat
 from trouper.frontends.server.durable.journal import Journal
 from trouper.frontends.server.durable.segments import Segments
 from trouper.frontends.server.durable.streams import (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trouper.actors.replies.slot import ExpectedToken
+from trouper.actors.output.slot import ExpectedToken
 from trouper.frontends.server.asgi.app import create_app
 from trouper.frontends.server.shared.settings import ServerSettings
 

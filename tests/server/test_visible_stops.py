@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trouper.actors.output.stops import TextState, VisibleStops
-from trouper.frontends.dialects.answer_format import AnswerFormat
 from trouper.frontends.dialects.calls import Content
+from trouper.frontends.dialects.core import AnswerFormat
 from trouper.frontends.dialects.table import BY_NAME
 from trouper.frontends.server.generation.parsers import (
     CallsAndReasoning,

@@ -19,8 +19,8 @@ import trouper.actors.scheduling.state.windows as windows_module
 from trouper.actors.engine.generation import Generation
 from trouper.actors.engine.request_table import RequestTable
 from trouper.actors.output.detokenizer import Detokenizer, OutputStatsCollector
+from trouper.actors.output.slot import ReplySlot
 from trouper.actors.rendering.renderer import Renderer
-from trouper.actors.replies.slot import ReplySlot
 from trouper.actors.scheduling.culprit_search import FaultBisection
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.prompt_turns import PromptTurns, _Starting

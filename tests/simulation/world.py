@@ -26,9 +26,8 @@ from trouper.actors.messages.requests import (
 from trouper.actors.messages.steps import StepDone, StepPlan
 from trouper.actors.rendering.prompts.prompts import Prompts
 from trouper.actors.scheduling.policy import Policy
-from trouper.config.engine_config import EngineConfig
+from trouper.config.engine_config import EngineConfig, SchedulerConfig
 from trouper.config.model import ModelConfig
-from trouper.config.scheduler_config import SchedulerConfig
 from trouper.errors import EngineDeadError
 
 from . import oracles

@@ -8,9 +8,8 @@ import trio
 from tests.simulation.simulated_device import Conditions, SimulatedDevice, simulated_tokens
 from trouper.actors.engine.wiring import open_engine
 from trouper.actors.messages.steps import DeviceLost, Sampling
-from trouper.config.engine_config import EngineConfig
+from trouper.config.engine_config import EngineConfig, SchedulerConfig
 from trouper.config.model import ModelConfig
-from trouper.config.scheduler_config import SchedulerConfig
 from trouper.errors import RetryableRequestError
 
 VOCAB_SIZE = 97

@@ -11,8 +11,8 @@ import threading
 import numpy as np
 import pytest
 
-from trouper.actors.executor.links.rings import Ring, RingFiles, create_ring
-from trouper.actors.executor.links.worker_links import (
+from trouper.actors.executor.rings import Ring, RingFiles, create_ring
+from trouper.actors.executor.worker_links import (
     HEADER,
     LinkLostError,
     SharedSizes,

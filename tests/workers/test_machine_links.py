@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from trouper.actors.executor.links.worker_links import close_files
+from trouper.actors.executor.worker_links import close_files
 from trouper.actors.executor.workers.machines import authentication, worker_group
 from trouper.actors.executor.workers.machines import channel as messages
 from trouper.actors.executor.workers.machines.channel import ChannelError, LinkHello

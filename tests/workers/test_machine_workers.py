@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from trouper.actors.executor.links.worker_links import (
+from trouper.actors.executor.worker_links import (
     SharedSizes,
     close_files,
     link_ends,

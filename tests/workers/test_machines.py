@@ -11,7 +11,7 @@ import anyio.to_thread
 import pytest
 
 from tests.support.accepting import accept
-from trouper.actors.executor.links.worker_links import SharedSizes
+from trouper.actors.executor.worker_links import SharedSizes
 from trouper.actors.executor.workers.launching import CLOSED
 from trouper.actors.executor.workers.machines import authentication
 from trouper.actors.executor.workers.machines import channel as messages

@@ -18,7 +18,7 @@ from trouper.actors.messages.steps import DeviceBack, DeviceLost, PoolEntry
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy, SharedPooling
 from trouper.actors.scheduling.replicas import Replicas
 from trouper.config.checkpoint.pooler import PoolerSpec
-from trouper.config.scheduler_config import SchedulerConfig
+from trouper.config.engine_config import SchedulerConfig
 from trouper.errors import (
     DeviceStartError,
     GenerationError,

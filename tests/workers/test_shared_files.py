@@ -7,8 +7,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from trouper.actors.executor.links import worker_links
-from trouper.actors.executor.links.worker_links import (
+from trouper.actors.executor import worker_links
+from trouper.actors.executor.runners.cpu.recorded_steps import MAX_LOGITS
+from trouper.actors.executor.worker_links import (
     ModelSizes,
     SharedSizes,
     WorkerPosition,
@@ -17,7 +18,6 @@ from trouper.actors.executor.links.worker_links import (
     group_sizes,
     open_worker_links,
 )
-from trouper.actors.executor.runners.cpu.recorded_steps import MAX_LOGITS
 from trouper.actors.executor.workers.launching import shared_sizes
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from trouper.config.engine_config import SchedulerConfig
 from trouper.config.media import MediaConfig
-from trouper.config.scheduler_config import SchedulerConfig
 
 # Each group is one more table to send and to look up in a step.
 MAX_GROUPS = 16

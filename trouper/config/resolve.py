@@ -28,7 +28,7 @@ from trouper.config.devices import (
     choose_device,
     choose_device_worker,
 )
-from trouper.config.engine_config import EngineConfig, Quantization
+from trouper.config.engine_config import EngineConfig, Quantization, scheduler_config, with_drafts
 from trouper.config.generation import (
     Frontend,
     reasoning_marks,
@@ -50,7 +50,6 @@ from trouper.config.parallel import (
     nodes_config,
     read_cpu_bind,
 )
-from trouper.config.scheduler_config import scheduler_config, with_drafts
 from trouper.config.speculation import draft_model, speculative_config
 from trouper.config.tier import tier_config
 from trouper.errors import UnsupportedFeatureError, invalid

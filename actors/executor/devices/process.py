@@ -18,7 +18,6 @@ import anyio
 import msgspec
 
 from trouper.actors.executor.device import DeviceEvent, DeviceInfo, StepResult
-from trouper.actors.executor.devices.kept_files import KeptFiles
 from trouper.actors.executor.devices.outstanding import OpenCalls, RestoredState, SubmittedPlan
 from trouper.actors.executor.devices.supervision import (
     Death,
@@ -32,13 +31,14 @@ from trouper.actors.executor.devices.supervision import (
     next_state,
 )
 from trouper.actors.executor.devices.worker_link import (
+    KeptFiles,
     WorkerLink,
     receive_from_any,
     send_adapter,
     send_to_all,
     take_what_has_come,
 )
-from trouper.actors.executor.links.worker_links import LinkLostError
+from trouper.actors.executor.worker_links import LinkLostError
 from trouper.actors.executor.workers.launching import (
     Launcher,
     LocalLauncher,

@@ -35,7 +35,7 @@ from trouper.actors.executor.sampling.grammar import GRAMMAR_ERROR, GrammarMasks
 from trouper.actors.executor.steps.request_slots import PromptSpan, RequestSlots
 from trouper.actors.messages.requests import Grammar, GrammarWork
 from trouper.actors.messages.steps import EntryFailure, Sampling, StepDone, StepPlan, TokenLogprobs
-from trouper.kernels.cpu.sampling.sample import sample
+from trouper.kernels.cpu.sample import sample
 from trouper.kernels.reference.sampling import (
     NOT_FINITE,
     NOTHING_LEFT,

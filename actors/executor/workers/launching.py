@@ -16,15 +16,15 @@ from typing import Protocol, Self
 import anyio
 import anyio.to_thread
 
-from trouper.actors.executor.links.worker_links import (
+from trouper.actors.executor.models.families.mixtures import check_device
+from trouper.actors.executor.models.families.registry import decoder_traits
+from trouper.actors.executor.models.sharding import check_shards
+from trouper.actors.executor.worker_links import (
     ModelSizes,
     SharedSizes,
     close_files,
     create_shared_files,
 )
-from trouper.actors.executor.models.families.mixtures import check_device
-from trouper.actors.executor.models.families.registry import decoder_traits
-from trouper.actors.executor.models.sharding import check_shards
 from trouper.actors.executor.workers.wire import MAX_INLINE, Prepare, encode
 from trouper.actors.executor.workers.worker_process import MODULE, Exit, WorkerProcess
 from trouper.config.engine_config import EngineConfig

@@ -3,10 +3,17 @@
 In addition to the forms of generation, a prompt can be a pair: `{"prompt": …, "text_pair": …}`.  Truncation counts the
 special tokens, like transformers, and removes the end of a text by default; of a pair, it shortens the longer text.
 Queries and documents of late interaction get markers; every other text is encoded unchanged.
+
+Queries and documents of a late-interaction model: markers, lengths, expansion, what is not scored.  Pure.
+
+    query     [CLS] [Q] w … w [SEP] [MASK] … [MASK]     filled up to its length; masks are scored, and mostly not seen
+    document  [CLS] [D] w … w [SEP]                     cut at its length; words of the skip list are not scored
+
+Source: Khattab and Zaharia 2020; the same ids as PyLate makes.
 """
 
-from collections.abc import Mapping
-from typing import Any, Self, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Self, cast
 
 import msgspec
 
@@ -14,7 +21,6 @@ from trouper.actors.messages.media import MediaItem
 from trouper.actors.messages.requests import AdmitPooling, Render
 from trouper.actors.messages.sinks import PoolingSink
 from trouper.actors.rendering.media.items import MediaPreprocessor
-from trouper.actors.rendering.prompts.late_interaction import Marks, marks_of
 from trouper.actors.rendering.prompts.prompts import (
     SPARE_TOKENS,
     Form,
@@ -26,10 +32,91 @@ from trouper.actors.rendering.prompts.prompts import (
 from trouper.actors.rendering.prompts.sampling import ModelLimits
 from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
 from trouper.config.checkpoint.pooler import PoolerSpec
+from trouper.config.checkpoint.sentence_transformers import LateInteraction
 from trouper.config.engine_config import EngineConfig
 from trouper.config.media import modality_of
-from trouper.errors import invalid
+from trouper.errors import TrouperValidationError, invalid
 from trouper.pooling import PoolingParams
+
+
+class Marked(NamedTuple):
+    ids: list[int]
+    num_keys: int | None
+    skipped_rows: tuple[int, ...]
+
+
+class Marks(msgspec.Struct, frozen=True, kw_only=True):
+    """Rules by which a query, or a document, is turned into tokens.
+
+    Queries and documents have different rules, both from the model's folder.
+    """
+
+    prefix: int | None  # the marker, where it is a token
+    text: str  # the marker, where it is none
+    length: int  # the most tokens, marker included
+    expansion: int | None = None  # fills a shorter text up
+    is_expansion_seen: bool = False
+    skipped: frozenset[int] = frozenset()
+
+    def room(self, wanted: int | None) -> int:
+        """Number of tokens left for a text and its special tokens, at most `wanted` of them."""
+        return min(self.length, wanted or self.length) - (self.prefix is not None)
+
+    def mark(self, ids: Sequence[int], num_leading: int) -> Marked:
+        """Put the marker behind the first `num_leading` of `ids`, and fill a short query up.
+
+        `ids` are no more than `room` allows.
+        """
+        marker = () if self.prefix is None else (self.prefix,)
+        marked = [*ids[:num_leading], *marker, *ids[num_leading:]]
+        skipped = tuple(i for i, id in enumerate(marked) if id in self.skipped)
+        num_real, num_more = len(marked), self.length - len(marked)
+        if self.expansion is None or num_more <= 0:
+            return Marked(marked, None, skipped)
+        marked += [self.expansion] * num_more
+        return Marked(marked, None if self.is_expansion_seen else num_real, skipped)
+
+
+def marks_of(late: LateInteraction, tokenizer: Tokenizer, limits: ModelLimits) -> dict[str, Marks]:
+    """Make the rules for queries and documents, by the mode of `LateInteractionParams`.
+
+    Documents have their own length, or all of a `max_model_len` beyond both lengths.
+
+    Raises:
+        TrouperValidationError: the tokenizer lacks the mask token, or the model what the tokenizer marks with.
+    """
+    max_model_len = limits.max_model_len
+    expansion = tokenizer.mask_token_id if late.do_query_expansion else None
+    if late.do_query_expansion and expansion is None:
+        rule = "the tokenizer lacks a mask token, with which queries are expanded"
+        raise TrouperValidationError(rule, parameter="tokenizer")
+    words = (tokenizer.token_id(word) for word in late.skiplist_words)
+    query, document = (
+        (found, "") if (found := tokenizer.token_id(prefix)) is not None else (None, prefix)
+        for prefix in (late.query_prefix, late.document_prefix)
+    )
+    for id in (expansion, query[0], document[0]):
+        if id is not None and id >= limits.vocab_size:
+            rule = f"marks with token {id}, and the model has {limits.vocab_size}"
+            raise TrouperValidationError(rule, parameter="tokenizer")
+    return {
+        "cache_query": Marks(
+            prefix=query[0],
+            text=query[1],
+            length=min(late.query_length, max_model_len),
+            expansion=expansion,
+            is_expansion_seen=late.attend_to_expansion_tokens,
+        ),
+        "score_doc": Marks(
+            prefix=document[0],
+            text=document[1],
+            length=max_model_len
+            if max_model_len > max(late.query_length, late.document_length)
+            else min(late.document_length, max_model_len),
+            skipped=frozenset(id for id in words if id is not None),
+        ),
+    }
+
 
 TYPES = "token_type_ids"
 PAIR_KEYS = frozenset({"prompt", "text_pair"})

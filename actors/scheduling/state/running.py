@@ -21,7 +21,7 @@ from trouper.actors.scheduling.state.step_builder import StepBuilder
 from trouper.actors.scheduling.state.tier import Tier
 from trouper.actors.scheduling.state.waiting import Queue
 from trouper.actors.scheduling.state.windows import Windows
-from trouper.config.scheduler_config import SchedulerConfig
+from trouper.config.engine_config import SchedulerConfig
 
 MAX_EVICTIONS = 8
 

@@ -28,7 +28,7 @@ from trouper.actors.messages.sinks import Promise
 from trouper.actors.messages.steps import NEVER, Sampling, TokenLogprobs
 from trouper.actors.scheduling.routing import Demand
 from trouper.actors.scheduling.state.kv_blocks import FIRST_PARENT, block_hash
-from trouper.config.scheduler_config import SchedulerConfig
+from trouper.config.engine_config import SchedulerConfig
 from trouper.outputs import FinishReason
 from trouper.params import RepetitionDetectionParams
 from trouper.sampling_fields import DeviceFields

@@ -30,7 +30,7 @@ from trouper.actors.scheduling.state.state_snapshots import StateSnapshots
 from trouper.actors.scheduling.state.step_builder import StepBuilder
 from trouper.actors.scheduling.state.tier import Tier
 from trouper.actors.scheduling.state.waiting import Queue, Waiting
-from trouper.config.scheduler_config import SchedulerConfig
+from trouper.config.engine_config import SchedulerConfig
 from trouper.outputs import FinishReason, RequestError
 
 

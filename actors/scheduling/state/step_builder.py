@@ -22,7 +22,7 @@ from trouper.actors.scheduling.state.sequence import Sequence
 from trouper.actors.scheduling.state.state_snapshots import StateSnapshots
 from trouper.actors.scheduling.step_time import StepWork
 from trouper.actors.stages import decode_quota, is_due
-from trouper.config.scheduler_config import SchedulerConfig
+from trouper.config.engine_config import SchedulerConfig
 from trouper.config.speculation import MAX_VERIFIED
 from trouper.params import RequestOutputKind
 

@@ -18,7 +18,7 @@ import anyio
 import msgspec
 from msgspec.structs import asdict
 
-from trouper.frontends.dialects.answer_format import AnswerFormat
+from trouper.frontends.dialects.core import AnswerFormat
 from trouper.frontends.server.durable.frames import PART_BYTES
 from trouper.frontends.server.durable.records import StreamRecord
 from trouper.frontends.server.shared.errors import HTTPError

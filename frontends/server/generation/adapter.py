@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import msgspec
 
 from trouper.actors.messages.requests import NO_OPTIONS, RequestOptions
-from trouper.frontends.dialects.answer_format import AnswerFormat
+from trouper.frontends.dialects.core import AnswerFormat
 from trouper.frontends.server.generation.parsers import ParserChain, Part, no_parsers
 from trouper.frontends.server.generation.tools import NO_TOOL_USE, CallDeltas, CallIds, ToolUse
 from trouper.frontends.server.shared.settings import ServerSettings

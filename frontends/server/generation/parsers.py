@@ -7,7 +7,6 @@ once neighbours of one kind are joined.  So a parser holds back text only while 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, Protocol
 
-from trouper.frontends.dialects.answer_format import ReasoningTokens
 from trouper.frontends.dialects.calls import (
     Arguments,
     CallEnded,
@@ -16,7 +15,7 @@ from trouper.frontends.dialects.calls import (
     ParserEvent,
     Reasoning,
 )
-from trouper.frontends.dialects.core import AnswerParser
+from trouper.frontends.dialects.core import AnswerParser, ReasoningTokens
 
 # Characters held back for a late stop string: more than any token has.
 LATE_CHARS = 256

@@ -14,8 +14,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from trouper.errors import invalid
-from trouper.frontends.dialects.answer_format import AnswerFormat
 from trouper.frontends.dialects.calls import Arguments, CallStarted, ParserEvent
+from trouper.frontends.dialects.core import AnswerFormat
 from trouper.frontends.dialects.grammar import forced_calls, strict_calls
 from trouper.frontends.dialects.table import BY_NAME, IdForm
 

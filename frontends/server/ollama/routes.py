@@ -17,7 +17,7 @@ from trouper.frontends.server.generation.driver import client_names, drive
 from trouper.frontends.server.generation.transcript import chat_prompt
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.models.residency import residency_of
-from trouper.frontends.server.ollama import cards
+from trouper.frontends.server.ollama import replies
 from trouper.frontends.server.ollama.replies import OllamaAdapter, OllamaTurn, reply_head
 from trouper.frontends.server.ollama.requests import (
     OllamaChatRequest,
@@ -196,7 +196,7 @@ async def create_embedding(
 
 
 async def version(service: Service, context: RequestContext, _: None) -> None:
-    await context.send_json({"version": cards.OLLAMA_VERSION, "trouper": __version__})
+    await context.send_json({"version": replies.OLLAMA_VERSION, "trouper": __version__})
 
 
 async def list_tags(service: Service, context: RequestContext, _: None) -> None:
@@ -208,7 +208,7 @@ async def list_tags(service: Service, context: RequestContext, _: None) -> None:
     for each in _usable(service):
         files = await _files(each)
         names = [*each.model_names, *(adapter.lora_name for adapter in each.adapters)]
-        shown += [cards.tag(each, files, name) for name in names]
+        shown += [replies.tag(each, files, name) for name in names]
     await context.send_json({"models": shown})
 
 
@@ -226,14 +226,14 @@ async def list_running(service: Service, context: RequestContext, _: None) -> No
             if not model.is_loaded:
                 continue
             status = residency.table.status(model, anyio.current_time())
-        shown.append(cards.running(each, await _files(each), each.model_names[0], status))
+        shown.append(replies.running(each, await _files(each), each.model_names[0], status))
     await context.send_json({"models": shown})
 
 
 async def show(service: Service, context: RequestContext, request: OllamaNamed) -> None:
     """Describe one model."""
     name = service.check_model(request.model or request.name)
-    await context.send_json(cards.show(service, await _files(service), name))
+    await context.send_json(replies.show(service, await _files(service), name))
 
 
 async def pull(service: Service, context: RequestContext, request: OllamaNamed) -> None:

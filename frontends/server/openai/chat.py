@@ -11,9 +11,8 @@ import msgspec
 from msgspec import UNSET
 
 from trouper.errors import UnsupportedFeatureError, invalid
-from trouper.frontends.dialects.answer_format import ReasoningTokens
 from trouper.frontends.dialects.calls import MAX_HELD
-from trouper.frontends.dialects.core import AnswerParser
+from trouper.frontends.dialects.core import AnswerParser, ReasoningTokens
 from trouper.frontends.dialects.table import BY_NAME
 from trouper.frontends.server.generation.adapter import (
     ChoiceUpdate,

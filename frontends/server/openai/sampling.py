@@ -16,8 +16,7 @@ from trouper.errors import (
     rename_parameter,
 )
 from trouper.frontends.server.generation.adapter import BeamRequest, ParsedRequest
-from trouper.frontends.server.generation.requests import Generating
-from trouper.frontends.server.generation.structured import GUIDED, structured_outputs
+from trouper.frontends.server.generation.structured import GUIDED, Generating, structured_outputs
 from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest
 from trouper.frontends.server.shared.settings import ServerSettings
 from trouper.params import (

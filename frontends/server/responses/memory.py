@@ -9,7 +9,7 @@ import msgspec
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.decoding import THREAD_FROM
-from trouper.frontends.server.responses.items import response_of
+from trouper.frontends.server.responses.adapter import response_of
 from trouper.frontends.server.responses.turn import ResponsesRequest, ResponsesTurn
 from trouper.frontends.server.service.response_store import ResponseStore, StoredResponse
 from trouper.frontends.server.service.service import Service

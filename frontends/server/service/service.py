@@ -13,12 +13,12 @@ import anyio.to_thread
 import msgspec
 
 from trouper.actors.observability.metrics import LIMITS
+from trouper.actors.output.slot import ExpectedToken
 from trouper.actors.rendering.prompts.prompts import template_text
-from trouper.actors.replies.slot import ExpectedToken
 from trouper.config.engine_config import EngineConfig
 from trouper.config.model import ModelFiles
 from trouper.errors import TrouperNotFoundError
-from trouper.frontends.dialects.answer_format import AnswerFormat
+from trouper.frontends.dialects.core import AnswerFormat
 from trouper.frontends.python.parsing import format_of
 from trouper.frontends.server.admission.gate import (
     BYTES_PER_TOKEN,
@@ -40,9 +40,8 @@ from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.decoding import UnknownFields
 from trouper.frontends.server.http.headers import trace_headers
 from trouper.frontends.server.http.route import Route
-from trouper.frontends.server.service.background import BackgroundTasks
 from trouper.frontends.server.service.metrics import ServerMetrics
-from trouper.frontends.server.service.response_store import ResponseStore
+from trouper.frontends.server.service.response_store import BackgroundTasks, ResponseStore
 from trouper.frontends.server.shared.errors import HTTPError, aborted, clean, logger, unavailable
 from trouper.frontends.server.shared.settings import ServerSettings
 from trouper.lora import LoRARequest

@@ -302,7 +302,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
             if isinstance(value, float) and math.isnan(value):
                 raise invalid(name.removesuffix("_s"), "must be a number")
         # Imported here: the parsers need numpy, and the command line, which reads the options above, starts without it.
-        from trouper.frontends.dialects.answer_format import check_parser_names
+        from trouper.frontends.dialects.core import check_parser_names
 
         check_parser_names(self.tool_call_parser, self.reasoning_parser, self.dialects)
         for name, keys in (("api_key", self.api_keys), ("admin_key", (self.admin_key,))):

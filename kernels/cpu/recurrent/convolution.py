@@ -13,7 +13,7 @@ from typing import Literal
 from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.core import Pointer, Value, Var
 from trouper.kernels.codegen.units import LANES, Kind
-from trouper.kernels.cpu.fused.norms import activated
+from trouper.kernels.cpu.norms import activated
 from trouper.kernels.cpu.recurrent.entries import NUM_ARGUMENTS, Saves, parts
 
 # Channels of a work item.  Two threads share the 6,144 channels of a small model's single row evenly.

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.core import Pointer, Value, Var
 from trouper.kernels.codegen.units import LANES, Kind
-from trouper.kernels.cpu.fused.norms import LOG2_E
+from trouper.kernels.cpu.norms import LOG2_E
 
 NUM_ARGUMENTS = 7
 # Above this softplus(x) is x in float32.

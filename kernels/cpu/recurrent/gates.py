@@ -13,7 +13,7 @@ from functools import partial
 from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.core import Pointer, Value
 from trouper.kernels.codegen.units import LANES, Kind
-from trouper.kernels.cpu.fused.norms import activated, row_norm
+from trouper.kernels.cpu.norms import activated, row_norm
 from trouper.kernels.cpu.recurrent.entries import sigmoid
 
 

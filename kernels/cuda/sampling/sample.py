@@ -11,7 +11,7 @@
 The lowest id wins among equal values.  The vocabulary is split into blocks, and a second kernel merges the best of each
 block; a maximum does not depend on their order.
 
-The noise has the same bits as `kernels/reference/noise.py`, with logarithms within one or two ulps.  The hardware's
+The noise has the same bits as `kernels/reference/sampling.py`, with logarithms within one or two ulps.  The hardware's
 logarithm has an absolute error of 2⁻²², which is useless near one, the source of the largest noise.  So `log` is Cephes'
 logf: an exact split and a polynomial.
 

@@ -13,9 +13,8 @@ import torch
 
 from trouper.kernels.codegen import units
 from trouper.kernels.codegen.recording import Arena, Recording
-from trouper.kernels.cpu import rank_exchange
+from trouper.kernels.cpu import rank_exchange, rank_sums
 from trouper.kernels.cpu.exchange_sizes import ExchangeSizes
-from trouper.kernels.cpu.fused import rank_sums
 from trouper.kernels.cpu.rank_exchange import RankExchange, RanksDisagreeError, SharedGroup
 from trouper.kernels.ops import OpsConfig, RankShare
 from trouper.kernels.select import make_ops

@@ -6,14 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trouper.kernels.cpu.sampling import sample as drawing
-from trouper.kernels.reference.noise import gumbel
+from trouper.kernels.cpu import sample as drawing
 from trouper.kernels.reference.sampling import (
     NEUTRAL,
     NOT_FINITE,
     NOTHING_LEFT,
     ROW,
     apply_repetition_penalty_reference_,
+    gumbel,
     sample_reference,
     top_k_top_p_reference,
 )

@@ -22,9 +22,9 @@ from trouper.kernels.cuda.sampling.sample import (
 )
 from trouper.kernels.cuda.sampling.sampling_rows import NEVER, SamplingRows, make_sampling_rows
 from trouper.kernels.cuda.sampling.top_k_top_p import top_k_top_p
-from trouper.kernels.reference.noise import gumbel as gumbel_of_the_cpu_path
-from trouper.kernels.reference.noise import row_keys as row_keys_of_the_cpu_path
 from trouper.kernels.reference.sampling import PARAMETERS, ROW, row_of, top_k_top_p_reference
+from trouper.kernels.reference.sampling import gumbel as gumbel_of_the_cpu_path
+from trouper.kernels.reference.sampling import row_keys as row_keys_of_the_cpu_path
 
 
 @triton.jit

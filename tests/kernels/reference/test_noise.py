@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from trouper.kernels.reference.noise import gumbel, gumbel_reference, hash32
+from trouper.kernels.reference.sampling import gumbel, gumbel_reference, hash32
 
 
 def noise(seed, position, token_ids):

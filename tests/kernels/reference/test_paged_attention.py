@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from trouper.kernels.reference.attention_plan import plan_attention, slot_runs
 from trouper.kernels.reference.norms import kv_write_
 from trouper.kernels.reference.paged_attention import (
     mask_tensors,
     paged_attention,
     paged_attention_reference,
+    plan_attention,
+    slot_runs,
 )
 
 COLUMNS = {  # (start, count) of each sequence

@@ -9,9 +9,9 @@ import trouper.actors.output.pooler as pooler_module
 from tests.simulation.bugs import BUGS, bug, planted
 from tests.simulation.simulated_encoder import SimulatedEncoder
 from trouper.actors.output.pooler import Pooler
+from trouper.actors.output.slot import PoolingSlot
 from trouper.actors.rendering.prompts.pooling import PoolingPrompts
 from trouper.actors.rendering.renderer import Renderer
-from trouper.actors.replies.slot import PoolingSlot
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy
 from trouper.actors.scheduling.step_budget import PoolingTime
 from trouper.outputs import RequestError

@@ -20,7 +20,7 @@ from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.replicas import Replicas
 from trouper.actors.scheduling.state.kv_blocks import KVBlocks
 from trouper.actors.scheduling.state.sequence_table import Shared
-from trouper.config.scheduler_config import SchedulerConfig
+from trouper.config.engine_config import SchedulerConfig
 from trouper.params import SamplingParams
 
 VOCABULARY = 40

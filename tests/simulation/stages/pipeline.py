@@ -10,14 +10,14 @@ import argparse
 from collections import deque
 from collections.abc import Callable
 
-from trouper.actors.executor.links.worker_links import HIDDEN_ENTRIES
+from trouper.actors.executor.worker_links import HIDDEN_ENTRIES
 from trouper.actors.messages.requests import Admit
 from trouper.actors.messages.steps import StepDone, StepPlan
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.state.kv_blocks import KVBlocks
 from trouper.actors.scheduling.step_planner import StepPlanner
+from trouper.config.engine_config import SchedulerConfig
 from trouper.config.parallel import max_steps_in_flight
-from trouper.config.scheduler_config import SchedulerConfig
 from trouper.params import SamplingParams
 
 PROMPT = 65_536

@@ -3,7 +3,7 @@
     python -m tests.simulation.stages.rank_protocol            # 2 to 4 ranks
     python -m tests.simulation.stages.rank_protocol --faults   # and that known mistakes are found
 
-The moves are those of `kernels/cpu/fused/rank_sums.py`: a rank writes its part into one of two places, stores the label, counts, waits for
+The moves are those of `kernels/cpu/rank_sums.py`: a rank writes its part into one of two places, stores the label, counts, waits for
 each peer, compares labels, and reads all parts, one after the other.  Breadth first over the states of all ranks.
 """
 

@@ -4,7 +4,7 @@
 
 To `stages_world` come the ranks of each stage. A rank keeps a value of each position for its head of keys, by a hash that is the
 head's, and its part is a hash that is the rank's. The sum of all parts is the stage's value, so a missing or foreign part
-changes tokens. Ranks add up in memory of the rules of `kernels/cpu/fused/rank_sums.py`: two places in turn, a number of each rank, a
+changes tokens. Ranks add up in memory of the rules of `kernels/cpu/rank_sums.py`: two places in turn, a number of each rank, a
 label of each part; one rank takes a step at a time, and a sum is read part by part.
 """
 

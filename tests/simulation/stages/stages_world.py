@@ -19,8 +19,8 @@ from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.state.kv_blocks import KVBlocks
 from trouper.actors.scheduling.state.sequence import Sequence
 from trouper.actors.stages import Feedback, is_due, num_ring_entries, sends_tokens
+from trouper.config.engine_config import SchedulerConfig
 from trouper.config.parallel import max_steps_in_flight
-from trouper.config.scheduler_config import SchedulerConfig
 from trouper.params import SamplingParams
 
 VOCABULARY = 1000

@@ -26,7 +26,7 @@ from trouper.actors.executor.steps.kv_memory import KVCache
 from trouper.actors.executor.weights.decoder import Wrap, adapted_parameters, load_decoder
 from trouper.config.engine_config import EngineConfig
 from trouper.config.parallel import Stage
-from trouper.kernels.cpu.sampling.sample import compile_sample
+from trouper.kernels.cpu.sample import compile_sample
 from trouper.kernels.ops import CpuOps, RankGroup
 from trouper.kernels.select import make_ops
 

@@ -16,14 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.links.worker_links import (
-    Link,
-    ModelSizes,
-    SharedSizes,
-    WorkerPosition,
-    group_sizes,
-    open_worker_links,
-)
 from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.models.native_decoder import rank_share
 from trouper.actors.executor.models.sharding import OPTION, Shard, model_stages
@@ -31,6 +23,14 @@ from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.runners.cpu.models import NativeModel, Share
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.executor.steps.kept_memory import KeptMemory
+from trouper.actors.executor.worker_links import (
+    Link,
+    ModelSizes,
+    SharedSizes,
+    WorkerPosition,
+    group_sizes,
+    open_worker_links,
+)
 from trouper.actors.messages.steps import PoolPlan, StepDone, StepPlan
 from trouper.actors.stages import Feedback, sends_tokens
 from trouper.config.engine_config import EngineConfig

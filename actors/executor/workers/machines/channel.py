@@ -16,7 +16,7 @@ from typing import Any
 import anyio
 import msgspec
 
-from trouper.actors.executor.links.worker_links import SharedSizes
+from trouper.actors.executor.worker_links import SharedSizes
 from trouper.actors.executor.workers.machines.authentication import (
     ANSWER_BYTES,
     ListenerProof,

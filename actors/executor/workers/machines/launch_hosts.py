@@ -15,7 +15,7 @@ from typing import Protocol
 import anyio
 import anyio.to_thread
 
-from trouper.actors.executor.links.worker_links import link_ends
+from trouper.actors.executor.worker_links import link_ends
 from trouper.actors.executor.workers.launching import (
     Launcher,
     Peer,

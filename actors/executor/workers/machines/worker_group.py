@@ -23,7 +23,7 @@ from time import monotonic
 
 import anyio
 
-from trouper.actors.executor.links.worker_links import close_files, create_shared_files, link_ends
+from trouper.actors.executor.worker_links import close_files, create_shared_files, link_ends
 from trouper.actors.executor.workers.launching import CLOSED, READ_BYTES, SEND_BUFFER
 from trouper.actors.executor.workers.machines.authentication import (
     PROOF_S,

@@ -39,7 +39,7 @@ from trouper.kernels.codegen.core import Pointer, Value
 from trouper.kernels.codegen.units import LANES, Kind
 from trouper.kernels.cpu.attention.decode import capped
 from trouper.kernels.cpu.exchange_sizes import CONTROL, LINE
-from trouper.kernels.cpu.fused.norms import row_norm
+from trouper.kernels.cpu.norms import row_norm
 from trouper.kernels.formats import Norm
 
 NUM_DONE, STEP, FAILED, THEIR_NUMBER, THEIR_LABEL, OUR_LABEL = range(6)  # indices in the state

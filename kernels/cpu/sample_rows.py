@@ -24,8 +24,13 @@ from typing import NamedTuple
 from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.core import Pointer, Value, Var
 from trouper.kernels.codegen.units import LANES
-from trouper.kernels.reference.noise import MULTIPLIERS
-from trouper.kernels.reference.sampling import NOT_FINITE, NOTHING_LEFT, ROW_WORDS, WORD
+from trouper.kernels.reference.sampling import (
+    MULTIPLIERS,
+    NOT_FINITE,
+    NOTHING_LEFT,
+    ROW_WORDS,
+    WORD,
+)
 
 REACH = 19.5  # 16.64 + 2.82, rounded up
 LOG2_E = 1.4426950408889634

@@ -32,7 +32,7 @@ from typing import NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
-from trouper.actors.executor.links.rings import Ring, RingFiles, create_ring
+from trouper.actors.executor.rings import Ring, RingFiles, create_ring
 from trouper.actors.stages import num_ring_entries
 from trouper.config.context import available_bytes
 from trouper.config.engine_config import EngineConfig

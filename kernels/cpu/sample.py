@@ -56,7 +56,7 @@ def sample(
         return sample_reference(
             logits_TV, picked_R, parameters_S, rows_R, ends_R, tokens_SL, masks_S, out
         )
-    from trouper.kernels.cpu.sampling.sample_rows import held_bytes, sample_rows
+    from trouper.kernels.cpu.sample_rows import held_bytes, sample_rows
 
     picked_R, rows_R, ends_R = (np.ascontiguousarray(x) for x in (picked_R, rows_R, ends_R))
     num_rows, vocab_size = len(rows_R), logits_TV.shape[1]
@@ -90,6 +90,6 @@ def compile_sample() -> None:
     Does nothing without compiled kernels.
     """
     if units.is_available():
-        from trouper.kernels.cpu.sampling.sample_rows import sample_rows
+        from trouper.kernels.cpu.sample_rows import sample_rows
 
         launch.compiled(sample_rows)

@@ -1,1 +1,0 @@
-"""Rules that processes of one device share: which layers, which messages."""

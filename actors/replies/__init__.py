@@ -1,1 +1,0 @@
-"""Slots in which a client finds the outputs of its request."""

@@ -1,1 +1,0 @@
-"""Kernels that fuse several small operations into one pass over memory."""

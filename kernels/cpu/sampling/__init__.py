@@ -1,1 +1,0 @@
-"""Kernels that draw tokens."""
