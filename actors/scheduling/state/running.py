@@ -197,7 +197,8 @@ class Running:
                     continue
                 end += unknown
             if end <= self._end_of_blocks(sequence) or self.grow(sequence, end, builder):
-                builder.add(sequence, count, self._lookahead(sequence, end, builder))
+                lookahead = self._lookahead(sequence, end, builder) if builder.max_lookahead else 0
+                builder.add(sequence, count, lookahead)
             elif self._is_fcfs:
                 break  # it was the last, and the victim itself
 

@@ -199,7 +199,10 @@ class StepBuilder:
 
         Returns 0 if the sequence waits for an image, and None if it waits for a step with more tokens.
         """
-        if sequence.request.admit.spans:
+        admit = sequence.request.admit
+        if not (admit.media or admit.spans):
+            return count
+        if admit.spans:
             count = self.whole_spans(sequence, start, count)
             if not count:
                 return None
