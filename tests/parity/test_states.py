@@ -8,7 +8,12 @@ import torch
 from trouper import LLM, SamplingParams
 from trouper.actors.executor.models.hf_decoder import HfDecoder
 from trouper.actors.executor.steps.state_memory import StatePool
-from trouper.errors import ExecutionError, TrouperValidationError, UnsupportedFeatureError
+from trouper.errors import (
+    ExecutionError,
+    GenerationError,
+    TrouperValidationError,
+    UnsupportedFeatureError,
+)
 from trouper.inputs import TokensPrompt
 
 from .hf_families import VOCAB, tiny_model
@@ -148,6 +153,23 @@ def test_poisoned_request_fails_alone(engine, hybrid, monkeypatch):
     with pytest.raises(ExecutionError, match="poison"):
         generate(engine, [[*tokens(40, 20), POISON]])
     check(engine, hybrid[1], good)
+
+
+def test_logits_not_finite_fail_no_step(tmp_path, caplog):
+    """The plan behind the failed one finds a state to go on from, although its tokens are dropped."""
+    model = tiny_model("lfm2", tmp_path)
+    model.get_input_embeddings().weight.data[POISON] = torch.nan
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().nan_to_num())
+    model.save_pretrained(tmp_path)
+    options = ENGINE | {"model_impl": "trouper", "max_num_batched_tokens": 200}
+    good = [tokens(30 + seed, 10 + 20 * seed) for seed in range(3)]
+    with LLM(str(tmp_path), **options) as llm:
+        wanted = [output.outputs[0].token_ids for output in generate(llm, good)]
+        with pytest.raises(GenerationError, match="not finite"):
+            generate(llm, [*good, [*tokens(40, 20), POISON]])
+        assert [output.outputs[0].token_ids for output in generate(llm, good)] == wanted
+    assert "failed" not in caplog.text
 
 
 def test_snapshot_of_another_position_is_withdrawn(engine, hybrid, monkeypatch):

@@ -339,9 +339,6 @@ class CpuRunner:
         else:
             token_ids, logprobs = sampled.by_entry(batch.samples.entries, len(plan.request_slots))
             done = make_step_done(plan, token_ids, logprobs, of_prompts)
-        if self.states is not None and done.failed:
-            entries = [entry for entry, _ in done.failed]
-            self.states.spoil(batch.request_slots[entries])
         return with_grammar_work(done, self._sampler.take_grammar_work())
 
     def _replay_drafts(
