@@ -74,7 +74,6 @@ def test_token_bytes_are_those_of_attention_layers(folder):
     ("options", "parameter"),
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"runner": "pooling"}, "runner"),
     ],
 )
@@ -82,6 +81,10 @@ def test_options_that_states_exclude_are_refused(folder, options, parameter):
     with pytest.raises(UnsupportedFeatureError, match="recurrent states") as error:
         resolve(EngineArgs(folder(HYBRID), **options))
     assert error.value.parameter == parameter
+
+
+def test_recurrent_models_may_have_stages(folder):
+    assert resolve(EngineArgs(folder(HYBRID), pipeline_parallel_size=2)).num_stages == 2
 
 
 def test_recurrent_models_have_small_blocks(folder):

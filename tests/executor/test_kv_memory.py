@@ -37,7 +37,8 @@ def test_one_sequence_of_odd_size_fits_groups():
         block_size=32, max_model_len=340, scheduler=scheduler, media=None, num_blocks=None, device="cpu",
         kv_cache_bytes=2**30, is_length_open=False,
     )  # fmt: skip
-    spec = KVCacheSpec(num_layers=2, num_heads=1, head_dim=16, keys=((None, 0), (7, 1)))
+    keys, windows = ((None, 0), (7, 1)), (None, 7)
+    spec = KVCacheSpec(num_layers=2, num_heads=1, head_dim=16, keys=keys, windows=windows)
     # 11 blocks of the layers that see all tokens and 3 of the others.
     assert num_kv_blocks(config, [spec], 4) == 14 + 1
     config.max_model_len = 370

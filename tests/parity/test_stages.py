@@ -19,9 +19,10 @@ from trouper.actors.messages.requests import SequenceId
 from trouper.actors.messages.steps import NewSequence, Sampling, StepPlan
 from trouper.config.adapters import LoRAConfig, read_adapter
 from trouper.errors import TrouperValidationError
+from trouper.inputs import TokensPrompt
 
 from .driver import GREEDY, Driver, engine_config, random_prompts
-from .test_architectures import CASES, CPU_ONLY, VOCAB, tiny_model
+from .test_architectures import CASES, CPU_ONLY, RECURRENT, VOCAB, tiny_model
 
 PROMPTS = random_prompts((1, 7, 40, 33), VOCAB)
 SEEDED = Sampling(temperature=0.9, seed=5, top_k=20)
@@ -78,7 +79,7 @@ def outputs(runner, **options):
 
 
 # The others run with the slow tests.
-DEFAULT = {"gemma2", "smollm3"}
+DEFAULT = {"gemma2", "smollm3", "lfm2"}
 EACH_CASE = [
     pytest.param(c, marks=() if c in DEFAULT else pytest.mark.slow) for c in CASES | CPU_ONLY
 ]
@@ -175,6 +176,22 @@ def test_blocks_are_those_of_stage_that_has_fewest(tmp_path):
         assert runner.load().num_blocks - 1 == counts[1]
 
 
+def test_rows_of_states_have_the_same_numbers_in_all_stages(tmp_path):
+    """The stage with the most recurrent layers has room for the fewest. One without such layers has no rows."""
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    tiny_model("Qwen3_5Text", RECURRENT["qwen3-5"][1] | {"layer_types": kinds}, tmp_path)
+    config = msgspec.structs.replace(
+        engine_config(tmp_path), num_blocks=None, kv_cache_bytes=2**20, is_length_open=True
+    )
+    with stages_in_turn(config, 3, (1, 2, 1)) as runner:
+        infos = [stage.load() for stage in runner.stages]
+        rows = {(info.num_state_rows, info.num_snapshots) for info in infos}
+        assert len(rows) == 1
+        one, two, none = (info.state_bytes for info in infos)
+        assert (two, none) == (2 * one, 0)
+        assert min(rows)[1] == 2**18 // two
+
+
 # In processes
 
 TEXTS = [
@@ -213,6 +230,75 @@ def test_two_processes_give_tokens_of_one_and_sleep_together(whole):
         llm.sleep(2)
         assert llm.wake_up()
         assert tokens_of(llm) == whole
+
+
+HYBRID_ENGINE = {
+    "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 128, "block_size": 16, "max_num_seqs": 4,
+    "max_num_batched_tokens": 48,
+}  # fmt: skip
+
+
+def hybrid_answers(llm):
+    """Answers with several completions, from cold, from the cache, and from the middle of a cached prompt."""
+    first, second, third = random_prompts((93, 45, 30), VOCAB)
+    found = []
+    for batch in (
+        [first, second, third],
+        [second, first],
+        [[*first[:70], 5, 6]],
+        [[*first[:70], 9]],
+    ):
+        wishes = [
+            SamplingParams(temperature=0.8, seed=3, max_tokens=12, logprobs=1, ignore_eos=True, n=n)
+            for n in range(1, len(batch) + 1)
+        ]
+        prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in batch]
+        for output in llm.generate(prompts, wishes, use_tqdm=False):
+            found.append([output.num_cached_tokens])
+            for one in output.outputs:
+                values = [[entry.logprob for entry in each.values()] for each in one.logprobs]
+                found.append([one.token_ids, values])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("case", ["lfm2", "qwen3-5"])
+def test_hybrids_in_processes_have_the_bits_of_one(case, tmp_path):
+    tiny_model(*RECURRENT[case], tmp_path)
+    with LLM(str(tmp_path), **HYBRID_ENGINE) as llm:
+        wanted = hybrid_answers(llm)
+    assert {cached for (cached, *rest) in wanted if not rest} >= {0, 64, 80}
+    with LLM(str(tmp_path), pipeline_parallel_size=2, **HYBRID_ENGINE) as llm:
+        assert hybrid_answers(llm) == wanted
+        llm.sleep(1)
+        assert llm.wake_up()
+        assert hybrid_answers(llm) == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pipeline_parallel_size": 3, "enable_prefix_caching": False},
+        {"num_gpu_blocks_override": 9, "enforce_eager": True},
+    ],
+    ids=["three", "preempted"],
+)
+def test_tokens_of_hybrid_in_stages_do_not_depend_on(options, tmp_path):
+    tiny_model(*RECURRENT["lfm2"], tmp_path)
+    options = HYBRID_ENGINE | {"pipeline_parallel_size": 2, "disable_log_stats": False} | options
+    prompts = [TokensPrompt(prompt_token_ids=p) for p in random_prompts((30, 31, 32, 33), VOCAB)]
+    wishes = SamplingParams(temperature=0.8, seed=3, max_tokens=30, ignore_eos=True)
+    found = []
+    for engine in (HYBRID_ENGINE, options):
+        with LLM(str(tmp_path), **engine) as llm:
+            answers = llm.generate(prompts, wishes, use_tqdm=False)
+            found.append([answer.outputs[0].token_ids for answer in answers])
+            num_preemptions = llm.llm_engine.statistics().scheduler.num_preemptions
+    assert found[0] == found[1]
+    assert (num_preemptions > 0) == ("num_gpu_blocks_override" in options)
 
 
 @pytest.mark.slow

@@ -201,6 +201,13 @@ def test_open_number_of_sequences_is_lowered(hybrid, caplog):
     assert "at most 16 run at once" in caplog.text
 
 
+@pytest.mark.slow
+def test_stages_of_library_are_refused_by_name(hybrid):
+    with pytest.raises(UnsupportedFeatureError, match="does not support stages") as error:
+        LLM(hybrid[0], **ENGINE, pipeline_parallel_size=2)
+    assert error.value.parameter == "pipeline_parallel_size"
+
+
 def test_drafts_are_refused_by_name(hybrid):
     with pytest.raises(UnsupportedFeatureError, match="computed by transformers") as error:
         LLM(hybrid[0], **ENGINE, speculative_config={"method": "ngram"})

@@ -94,6 +94,7 @@ def test_answers_equal_transformers_in_less_memory(family, share, tmp_path):
 @pytest.mark.parametrize("options", [
     {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
     pytest.param({"max_num_batched_tokens": 33}, marks=pytest.mark.slow),
+    pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow),
     pytest.param({"enforce_eager": True, "enable_prefix_caching": False}, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_no_option_changes_the_tokens(options, tmp_path):

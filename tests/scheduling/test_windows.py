@@ -12,6 +12,15 @@ def test_groups_have_equal_size_and_few_empty_places():
     assert [group_size(counts) for counts in ((12, 12), (22, 4), (8, 24))] == [12, 4, 8]
 
 
+def test_each_stage_has_its_share_of_each_group():
+    windows = ([512] * 5 + [None]) * 4 + [512] * 2
+    stages = [(0, 14), (14, 26)]
+    tables = tables_of(windows, 32_768, 128, 512, stages=stages)
+    counts = [[tables[first:last].count(table) for table in range(7)] for first, last in stages]
+    assert counts[0] == [2] * 7
+    assert max(counts[1]) == 2
+
+
 def test_layers_share_a_table_if_it_saves_nothing():
     assert tables_of([None] * 8, 4096, 128, 512) is None
     assert tables_of([1024] * 5 + [None], 1200, 128, 512) is None

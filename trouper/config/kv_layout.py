@@ -5,7 +5,9 @@ group has a block table of its own: a block contains the keys and values of one 
 pool, so memory never has to be divided between layers with and without a window.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, cycle
 
 import msgspec
 
@@ -19,6 +21,8 @@ MOST_PADDING = 0.08
 # If blocks are short, a prompt of a model with windows takes this many tokens in a step.  It then holds fewer blocks of the layers with
 # a window: for a window of 1,024 tokens 13 of 128 tokens instead of 17.
 SHORT_STEP = 512
+# The first layer of a stage, and the one behind its last.
+Span = tuple[int, int]
 
 
 class KVLayout(msgspec.Struct, frozen=True):
@@ -93,6 +97,7 @@ def tables_of(
     block_size: int,
     num_step_tokens: int,
     num_drafting: float = 0.0,
+    stages: Sequence[Span] = (),
 ) -> tuple[int, ...] | None:
     """Assign a group, and so a block table, to each layer with attention.
 
@@ -102,6 +107,7 @@ def tables_of(
         windows: of each layer; None if no sequence is longer than the window.
         num_tokens: the length of the longest sequence.
         num_drafting: the layers of a draft model, which keeps every block of every group, in layers of this model's size.
+        stages: the first layer of each stage of a pipeline, and the one behind its last.
 
     Returns:
         None if the longest sequence would not take less memory than with one table for all layers.
@@ -110,19 +116,38 @@ def tables_of(
     ordered = [None, *kinds] if None in windows else kinds
     if ordered == [None]:
         return None
-    counts = {window: windows.count(window) for window in ordered}
-    size, first = group_size([*counts.values()]), 0
-    members: dict[int | None, list[int]] = {}
-    for window, count in counts.items():
-        members[window] = [first + i // size for i in range(count)]
-        first += -(-count // size)
-    left = {window: iter(tables) for window, tables in members.items()}
-    of_groups = tuple(window for window, tables in members.items() for _ in dict.fromkeys(tables))
-    layout = KVLayout(block_size, of_groups, num_step_tokens)
-    apart = layout.num_blocks(num_tokens) * (size + num_drafting)
-    if apart >= (len(windows) + num_drafting) * -(-num_tokens // block_size):
-        return None
-    return tuple(next(left[window]) for window in windows)
+    counts = [windows.count(window) for window in ordered]
+    stages = stages or ((0, len(windows)),)
+    # A stage takes as much memory for a block of any group, so another size may suit stages better.
+    sizes = (group_size(counts),) if len(stages) == 1 else range(max(counts), 0, -1)
+    best, least = None, max(last - first for first, last in stages) + num_drafting
+    least *= -(-num_tokens // block_size)
+    for size in sizes:
+        groups = [-(-count // size) for count in counts]
+        if sum(groups) > max(MAX_GROUPS, len(ordered)):
+            continue
+        tables = _dealt(windows, dict(zip(ordered, groups, strict=True)))
+        widest = max(max(Counter(tables[first:last]).values()) for first, last in stages)
+        of_groups = tuple(w for w, num in zip(ordered, groups, strict=True) for _ in range(num))
+        layout = KVLayout(block_size, of_groups, num_step_tokens)
+        taken = layout.num_blocks(num_tokens) * (widest + num_drafting)
+        if taken < least:
+            best, least = tables, taken
+    return best
+
+
+def _dealt(windows: Sequence[int | None], groups: Mapping[int | None, int]) -> tuple[int, ...]:
+    """Deal the layers of each window out among its groups in turn, so that each stage has about its share of each group.
+
+    Args:
+        groups: the number of groups of each window.
+    """
+    firsts = accumulate(groups.values(), initial=0)
+    turns = {
+        window: cycle(range(first, first + num))
+        for (window, num), first in zip(groups.items(), firsts, strict=False)
+    }
+    return tuple(next(turns[window]) for window in windows)
 
 
 def group_size(counts: Sequence[int]) -> int:

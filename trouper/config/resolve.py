@@ -188,9 +188,9 @@ def _unsupported_with_states(
     args: EngineArgs, device: DeviceKind, pooler: PoolerSpec | None
 ) -> dict[str, Any]:
     """Return the options in use, by name, that the engine lacks for models with recurrent states."""
-    sizes = {name: getattr(args, name) for name in SEVERAL_WORKERS[:2]}
+    num_ranks = args.tensor_parallel_size
     return {
-        **{name: size if size > 1 else 0 for name, size in sizes.items()},
+        "tensor_parallel_size": num_ranks if num_ranks > 1 else 0,
         "device": device if device != "cpu" else "",
         "runner": "pooling" if pooler is not None else "",
     }

@@ -325,6 +325,8 @@ class ProcessDevice:
             # Every stage holds a part of each block.
             num_blocks=min(info.num_blocks for info in infos),
             num_weight_bytes=sum(info.num_weight_bytes for info in infos),
+            # Every stage has the states of its own layers, and all have the same number of rows.
+            state_bytes=sum(info.state_bytes for info in infos),
         )
 
     async def _frames_of_all(self, kind: type[FrameKind]) -> list[FrameKind] | Death:

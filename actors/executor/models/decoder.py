@@ -38,8 +38,8 @@ class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     All layers of a group have this shape, share one tensor, and find their blocks through the same block table.
     `keys` contains each distinct key of an attention plan once: a window, or a window and a block table if layers have tables of their own.
-    Then `num_layers` is the number of layers of one table, the layers of all tables share the tensor, and `places` contains
-    the place of each layer in it.
+    Then `num_layers` is the largest number of layers of one table, the layers of all tables share the tensor, and `places` contains
+    the place of each layer in it. `windows` has the window of each block table of the whole model.
     """
 
     num_layers: int
@@ -47,6 +47,7 @@ class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     keys: tuple[PlanKey, ...]
     places: tuple[int, ...] = ()
+    windows: tuple[int | None, ...] = (None,)
 
     @property
     def token_size(self) -> int:
@@ -96,7 +97,7 @@ class StepStates(NamedTuple):
     # The row of each entry, and the position of its first token.
     rows: np.ndarray
     starts: np.ndarray
-    # The tokens of each entry before its drafts, and where the inputs of its first draft are kept.
+    # The tokens of each entry before its drafts, and the place of the inputs of its first draft.
     settled: np.ndarray
     keeps: np.ndarray
     # The copies of states inside the step, see `Entries`.
@@ -112,12 +113,11 @@ def plan_keys_of(specs: Sequence[KVCacheSpec]) -> tuple[PlanKey, ...]:
 
 def windows_of(specs: Sequence[KVCacheSpec]) -> tuple[int | None, ...]:
     """Return the window of each block table; one without a window if all layers share a table."""
-    tables = {key[1]: key[0] for key in plan_keys_of(specs) if isinstance(key, tuple)}
-    return tuple(tables[table] for table in sorted(tables)) or (None,)
+    return specs[0].windows if specs else (None,)
 
 
 class LogitsIndices(NamedTuple):
-    """The tokens of a step whose hidden states are needed.
+    """The tokens of a step of which hidden states are needed.
 
     The last layer computes only keys and values for all other tokens, so a long prompt costs it little more than one token.
     """

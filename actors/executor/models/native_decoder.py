@@ -49,6 +49,7 @@ def kv_cache_specs(traits: DecoderTraits) -> tuple[KVCacheSpec, ...]:
             head_dim=traits.head_dim,
             keys=tuple(dict.fromkeys(layer.plan_key for layer in layers)),
             places=tuple(places),
+            windows=traits.table_windows,
         ),
     )
 

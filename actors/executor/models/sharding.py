@@ -107,8 +107,8 @@ class ModelPart(msgspec.Struct, frozen=True):
 def gives_blocks_back(config: EngineConfig, traits: DecoderTraits) -> bool:
     """Whether layers with a window may have block tables of their own.
 
-    Elsewhere all layers share one table, and their sequences keep all blocks: the stages of a pipeline have different layers, a state is
-    saved with all keys before it, and a GPU's kernels read one table.  The tier on disk stores blocks of all layers.  If all tokens of a
+    Elsewhere all layers share one table, and their sequences keep all blocks: a state is saved with all keys before it, and a GPU's
+    kernels read one table.  The tier on disk stores blocks of all layers.  If all tokens of a
     prompt see each other, they do so beyond a window.  A draft model reads the target's first table, which must keep all blocks.
     """
     if config.tier is not None or (
@@ -119,8 +119,8 @@ def gives_blocks_back(config: EngineConfig, traits: DecoderTraits) -> bool:
         config.draft_model is config.model or all(layer.window for layer in traits.layers)
     ):
         return False
-    is_whole = config.num_stages == 1 and config.pooler is None
-    return is_whole and config.device == "cpu" and traits.is_causal and not traits.keeps_state
+    is_paged = config.device == "cpu" and config.pooler is None
+    return is_paged and traits.is_causal and not traits.keeps_state
 
 
 def with_tables(config: EngineConfig, traits: DecoderTraits) -> DecoderTraits:
@@ -135,14 +135,17 @@ def with_tables(config: EngineConfig, traits: DecoderTraits) -> DecoderTraits:
     if config.draft_model is not None:
         drafting = decoder_traits(config.draft_model.hf_config, config.draft_model.architecture)
         num_drafting = len(drafting.layers) * drafting.kv_size / traits.kv_size
-    tables = tables_of(windows, longest, config.block_size, step, num_drafting)
+    spans = [(stage.first, stage.last) for stage in model_stages(config, traits)]
+    tables = tables_of(windows, longest, config.block_size, step, num_drafting, spans)
     if tables is None:
         return traits
     layers = tuple(
         msgspec.structs.replace(layer, window=window, table=table)
         for layer, window, table in zip(traits.layers, windows, tables, strict=True)
     )
-    return msgspec.structs.replace(traits, layers=layers)
+    by_table = dict(zip(tables, windows, strict=True))
+    of_tables = tuple(by_table[table] for table in sorted(by_table))
+    return msgspec.structs.replace(traits, layers=layers, table_windows=of_tables)
 
 
 def check_shards(traits: DecoderTraits, size: int, *, quantization: str | None = None) -> None:
@@ -363,7 +366,19 @@ def _layer_size(traits: DecoderTraits, layer: LayerTraits) -> int:
         experts = traits.experts
         width = experts.count * experts.intermediate_size + experts.shared_size
         num_matrices = 3
-    return traits.hidden_size * (2 * traits.q_size + 2 * traits.kv_size + num_matrices * width)
+    return traits.hidden_size * (_mixer_size(traits, layer) + num_matrices * width)
+
+
+def _mixer_size(traits: DecoderTraits, layer: LayerTraits) -> int:
+    """Count the inputs and outputs of a layer's attention or recurrent mixer."""
+    delta, mamba = traits.gated_delta, traits.mamba2
+    if layer.mixer == "gated_delta" and delta is not None:
+        return delta.num_channels + 2 * delta.v_size + 2 * delta.num_v_heads
+    if layer.mixer == "mamba2" and mamba is not None:
+        return 2 * mamba.size + mamba.num_channels + mamba.num_heads
+    if layer.mixer == "short_conv":
+        return 4 * traits.hidden_size
+    return (2 + traits.attention_gate) * traits.q_size + 2 * traits.kv_size
 
 
 def part_of(x: Tensor, cut: Cut) -> Tensor:

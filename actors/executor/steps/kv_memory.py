@@ -111,7 +111,7 @@ def num_kv_blocks(
         else:
             useful = min(useful, max(MAX_PREFIX_BLOCKS, of_longest))
         usable = useful = -(-useful // num_groups) * num_groups
-        # The blocks of a model whose layers keep no keys take no memory.
+        # Without keys in any layer, blocks take no memory.
         if num_bytes:
             usable = min(max(0, config.kv_cache_bytes - other_bytes) // num_bytes, useful)
         # A restarted worker is given the number of blocks of all layers.

@@ -1,7 +1,7 @@
 """Memory for the states of recurrent mixers: one pool of rows, and the number of rows that fit.
 
 Row i belongs to request slot i. The rows behind the slots keep snapshots: copies of a state at a block boundary, which the
-scheduler names in its plans. All mixers of a row are adjacent, so a copy of a row is one copy of memory.
+scheduler names in its plans. Each stage of a pipeline has the states of its own layers, in rows of the same numbers. All mixers of a row are adjacent, so a copy of a row is one copy of memory.
 
 Laws:
   * A row is never cleared. A plan from position 0 begins with zeros, whatever the row contains.
@@ -177,24 +177,33 @@ def _layout(
 
 
 def num_state_rows(
-    config: EngineConfig, specs: Sequence[StateSpec], dtype: torch.dtype
+    config: EngineConfig,
+    specs: Sequence[StateSpec],
+    dtype: torch.dtype,
+    others: Iterable[Sequence[StateSpec]] = (),
 ) -> StateBudget:
     """Divide the memory of the KV cache among the states of running sequences, snapshots, and blocks, which get the rest.
 
     A user's own `max_num_seqs` is kept or refused. Otherwise as many sequences run at once as have room for their states.
+    All stages of a pipeline have the same rows, because plans name them: as many as the stage with the largest rows has room for.
+
+    Args:
+        specs: the states of this worker.
+        others: those of each other stage.
 
     Raises:
         TrouperValidationError: the states do not fit; the message contains the largest `max_num_seqs` that does.
     """
-    if not specs:
+    own_bytes = _layout(specs, dtype)[1]
+    row_bytes = max([own_bytes, *(_layout(of_other, dtype)[1] for of_other in others)])
+    if not row_bytes:
         return StateBudget()
-    row_bytes = _layout(specs, dtype)[1]
     wanted, longest = config.scheduler.max_num_seqs, config.max_model_len
     # A snapshot belongs to a block. The number must not depend on `num_blocks`, which a restarted worker is given.
     num_blocks = min(MAX_PREFIX_BLOCKS, wanted * -(-longest // config.block_size))
     most_snapshots = max(LEAST_SNAPSHOTS, num_blocks)
     if config.kv_cache_bytes is None:
-        return StateBudget(wanted, most_snapshots, row_bytes)
+        return StateBudget(wanted, most_snapshots, own_bytes)
     fitting = int(config.kv_cache_bytes * LIVE_SHARE) // row_bytes
     if fitting < 1 or (fitting < wanted and not config.is_num_seqs_open):
         raise TrouperValidationError(
@@ -208,5 +217,5 @@ def num_state_rows(
     return StateBudget(
         min(wanted, fitting),
         min(max(num_snapshots, LEAST_SNAPSHOTS), most_snapshots),
-        row_bytes,
+        own_bytes,
     )

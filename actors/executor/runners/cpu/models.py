@@ -40,8 +40,10 @@ class Share(NamedTuple):
     samples: bool = True
     # The other ranks of this stage.
     group: RankGroup | None = None
-    # [T, E], where the previous stage puts its output.
+    # [T, E], the memory for the output of the previous stage.
     hidden_TE: Tensor | None = None
+    # The states of recurrent mixers in each other stage.
+    states_elsewhere: tuple[tuple[StateSpec, ...], ...] = ()
 
 
 WHOLE_STEP = Share()

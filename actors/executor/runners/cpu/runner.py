@@ -143,7 +143,9 @@ class CpuRunner:
         if draft_model is not None:
             specs += draft_model.cache_specs
         # Computed before own weights are read, so that a length that does not fit is refused at once.
-        rows = self._state_rows = num_state_rows(config, self.model.state_specs, self._dtype)
+        rows = self._state_rows = num_state_rows(
+            config, self.model.state_specs, self._dtype, self._share.states_elsewhere
+        )
         self.model.num_blocks = num_kv_blocks(config, specs, self._dtype.itemsize, rows.num_bytes)
         self.wake(frozenset({"weights", "kv_cache"}))
         decoder, _ = self.model.resident()

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.models.families.registry import decoder_traits
+from trouper.actors.executor.models.mixers import state_specs
 from trouper.actors.executor.models.native_decoder import rank_share
-from trouper.actors.executor.models.sharding import OPTION, Shard, model_stages
+from trouper.actors.executor.models.sharding import OPTION, Shard, model_stages, traits_of
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.runners.cpu.models import NativeModel, Share
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
@@ -57,7 +58,8 @@ class StageRunner:
     ) -> None:
         traits = decoder_traits(config.model.hf_config, config.model.architecture)
         place = WorkerPosition.of(worker, config)
-        stage = model_stages(config, traits)[place.stage]
+        stages = model_stages(config, traits)
+        stage = stages[place.stage]
         model = ModelSizes(traits.hidden_size, traits.vocab_size)
         self._links = open_worker_links(worker, files, SharedSizes.of(config, model))
         group = None
@@ -67,7 +69,10 @@ class StageRunner:
         if not stage.is_first:
             size = config.scheduler.max_num_scheduled_tokens, traits.hidden_size
             hidden_TE = torch.empty(size, dtype=getattr(torch, config.dtype))
-        self._share = Share(stage.is_last, place.samples(config), group, hidden_TE)
+        elsewhere = tuple(
+            state_specs(traits_of(other, traits)) for other in stages if other is not stage
+        )
+        self._share = Share(stage.is_last, place.samples(config), group, hidden_TE, elsewhere)
         self.runner = CpuRunner(config, NativeModel(config, stage, group), self._share, kept)
         self._config, self._place, self._stage = config, place, stage
         self._feedback = Feedback()
