@@ -164,7 +164,7 @@ class KeptFiles:
 
     @property
     def are_sound(self) -> bool:
-        """Whether the workers that were loaded last have found what their predecessors computed."""
+        """Whether the newest workers have found what their predecessors computed."""
         return self._are_sound
 
     def send(self, workers: Sequence[WorkerLink]) -> None:

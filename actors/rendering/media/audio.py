@@ -137,7 +137,7 @@ class AudioProcessor:
         """Turn a recording at the model's rate into the inputs of the tower, and its text.
 
         Raises:
-            RefusedFileError: it is too short or too long for the model, or has samples that are not finite.
+            RefusedFileError: it is too short or too long for the model, or has infinite samples or NaN.
         """
         samples = waveform.samples
         # Not earlier: the mean of channels and the resampler can exceed the largest number, too.

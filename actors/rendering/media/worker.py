@@ -54,7 +54,7 @@ CPU_S = 2
 STEP_PIXELS = 10_000_000
 # A recording gets 7 s: ten minutes at 192 kHz in eight channels take 4 s.
 RECORDING_PIXELS = 60_000_000
-# Blocks of memory up to the first size come from the heap, whose free end is given back to the system from the second size on.
+# Blocks of memory up to the first size come from the heap; its free end is given back to the system from the second size on.
 # By default each image's pixels and arrays would be new pages, which take a third of its time to fault in.
 HEAP_BLOCK, HEAP_FREE = 2**25, 2**26
 # Arrays begin at multiples of it, so that numpy and torch read them without a copy.

@@ -232,7 +232,7 @@ def memory(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def processor_s() -> float:
-    """Return the processor time of this process and of its children that are alive, in seconds."""
+    """Return the processor time of this process and of its living children, in seconds."""
     found = process_time()
     for children in Path("/proc/self/task").glob("*/children"):
         for child in children.read_text().split():

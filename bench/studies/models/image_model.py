@@ -41,7 +41,7 @@ def write_model(
     Args:
         longest_edge: the size to which images are scaled before they are cut into tiles of 512.
         has_weights: also write random weights, for studies that read them.
-        is_idefics: name the same model Idefics 3, which has no processor of videos and so needs no torchvision elsewhere.
+        is_idefics: name the same model Idefics 3, without a processor of videos, so that it needs no torchvision elsewhere.
     """
     import transformers as t
 

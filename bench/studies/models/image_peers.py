@@ -66,7 +66,7 @@ class VllmProcess:
     """vLLM with a model folder and weights of its own, stopped while it is not asked.
 
     Args:
-        python: the interpreter of an environment that has vLLM.
+        python: the interpreter of an environment with vLLM.
     """
 
     def __init__(self, python: str, folder: Path) -> None:

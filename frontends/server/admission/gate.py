@@ -150,7 +150,7 @@ class AdmissionGate:
             place.keep(ticket)
 
     def withdraw(self, place: "PromisedPlace") -> None:
-        """Forget a promise that is not kept yet.  Idempotent."""
+        """Forget a promise before it is kept.  Idempotent."""
         if place in self._promised:
             self._promised.remove(place)
             self.keep_promises()

@@ -30,7 +30,7 @@ MAX_KEY = 255
 
 
 class DurableRequest(msgspec.Struct, frozen=True):
-    """A new request that is to be durable.
+    """A new durable request.
 
     Attributes:
         key: the SHA-256 of its `Idempotency-Key`; empty without one.
@@ -68,7 +68,7 @@ async def read_durable(
     found = find_repeated(service, context, key, digest)
     if found is not None:
         return found
-    # The journal repeats everything in a new file, and base64 becomes no longer there.
+    # A new segment of the journal repeats all open requests, so they must fit.
     if not (journal.has_room(len(body)) and service.background.is_on):
         if key:
             raise no_journal()
@@ -78,7 +78,7 @@ async def read_durable(
 
 
 def attached(route: Route, stream: DurableStream) -> Route:
-    """Return a route that sends a stream to the client that has repeated its request."""
+    """Return a route that sends a stream to a client, which has repeated its request: from the beginning, or behind the last event that it has seen."""
 
     async def follow(service: Service, context: RequestContext, _: None) -> None:
         await follow_stream(service, context, stream)
@@ -87,7 +87,10 @@ def attached(route: Route, stream: DurableStream) -> Route:
 
 
 def started(route: Route, asked: DurableRequest | DurableStream) -> Route:
-    """Return a route that starts the answer to a durable request, or repeats that of a background response."""
+    """Return a route that starts the answer to a durable request, or repeats that of a background response.
+
+    The answer goes on without its client, so the route reads it from the stream like a client that comes back.
+    """
     return msgspec.structs.replace(route, handler=partial(_start_stream, asked, route))
 
 

@@ -51,7 +51,7 @@ class PendingRecords:
     Attributes:
         written: set when they are written, or when this has failed.
         is_released: whether their contents may be shown: then, or earlier if the disk stalls.
-        on_release: called then, and again if they were released because of a stall that is over.
+        on_release: called then, and again at the end of a stall during which they were released.
         since: seconds of the monotonic clock at which the first record came.
     """
 
@@ -321,7 +321,7 @@ class Journal:
                 await anyio.sleep(rest_s if rest_s > 0 else LOOK_S)
 
     def _oldest(self) -> PendingRecords | None:
-        """Return the records that have waited longest for the disk."""
+        """Return the records with the longest wait for the disk."""
         batches = (self._writing, None if self._is_lent else self._pending)
         return next((each for each in batches if each is not None and each.records), None)
 

@@ -84,7 +84,7 @@ class Whole(msgspec.Struct, frozen=True):
     """This segment contains all earlier ones, so they no longer count."""
 
 
-# A frame without its payload: its head and padding, and the longer head of a list that has grown.
+# A frame without its payload: its head and padding, and the longer head of a grown list.
 FRAME_BYTES = 48
 # The longest encoding of a token id.
 TOKEN_BYTES = 5
@@ -188,7 +188,10 @@ class StreamRecord(msgspec.Struct):
 
 
 def join(streams: dict[str, StreamRecord], record: Record) -> bool:
-    """Add one record to the streams, which must come in the order of writing.  Returns whether it was joined to the one before."""
+    """Add one record to the streams.  Records must come in the order of writing.
+
+    Returns whether this one was joined to the one before.
+    """
     match record:
         case Admitted(id):
             streams.setdefault(id, StreamRecord(record))

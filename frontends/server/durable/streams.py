@@ -80,7 +80,7 @@ class Cursor(NamedTuple):
 
 
 class LoggedEvent(NamedTuple):
-    """One event: its bytes, the last choice to advance, and its place.  The mark at the end has no place."""
+    """One event: its bytes, the last choice to advance, and its place.  The mark at the end has no place, because no reader needs it again."""
 
     frame: bytes
     choice: int
@@ -89,7 +89,7 @@ class LoggedEvent(NamedTuple):
 
 
 class HeldRecords(Protocol):
-    """Records that are written together."""
+    """Records of one write."""
 
     @property
     def is_released(self) -> bool:
@@ -132,7 +132,7 @@ class DurableStream:
         # Makes the events again, from what the journal has kept.
         self.make_again: Callable[[StreamRecord], None] | None = None
         self.entries: list[LoggedEvent] = []
-        # Batches that are not released yet, with the number of events in front of each.  At most two: one is written while the next one
+        # Batches before their release, with the number of events in front of each.  At most two: one is written while the next one
         # grows.
         self._held: deque[tuple[HeldRecords, int]] = deque()
         self.num_bytes = 0
@@ -365,9 +365,9 @@ class DurableStreams:
             await turn.wait()
 
     def tidy(self, now: float) -> None:
-        """Remove what is kept no longer, and drop the events of the oldest ended streams beyond the limit.
+        """Forget the streams whose time is over, and drop the events of the oldest ended streams beyond the limit.
 
-        A stream with readers stays.
+        A stream with readers stays, however old it is.
         """
         idle = [s for s in self._streams.values() if s.is_over and not s.num_readers]
         for stream in idle:

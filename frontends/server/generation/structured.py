@@ -48,7 +48,7 @@ class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 JSON_TYPES = {"integer": int, "number": float, "flag": bool, "token ids": list[int]}
-# The sampling fields of all APIs that are a number, a flag or a list of ids, from their declarations.  They are read by name only.
+# The numbers, flags and lists of ids among the sampling fields of all APIs, from their declarations.  They are read by name only.
 if TYPE_CHECKING:
     DeclaredFields = ClientOptions
 else:

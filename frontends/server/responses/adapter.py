@@ -98,7 +98,7 @@ class ItemForm(NamedTuple):
     def is_held_back(self, block: AnswerBlock) -> bool:
         """Return whether a call is shown only when complete, because its item represents the arguments differently.
 
-        A custom tool has a text as its input, for example, which is only known after its JSON is complete.
+        A custom tool has a text as its input, for example: it is only known after its JSON is complete.
         """
         return block.kind == "call" and self.tools.called(block.name).kind != "function"
 
