@@ -260,12 +260,17 @@ class SimulatedSteps(ABC, Generic[Plan]):
     def _attach_tier(self) -> None:
         """Give the memory to the tier, if there is one."""
 
+    def drop_plans(self) -> None:
+        """Forget all plans, also the one that is being computed."""
+        self._queue.clear()
+        self._head = None
+
     async def aclose(self) -> None:
         """Plans that have not been collected are forgotten."""
         self._is_closed = True
         if self.tier is not None:
             self.tier.close()
-        self._queue.clear()
+        self.drop_plans()
         await anyio.lowlevel.checkpoint()
 
 

@@ -47,7 +47,7 @@ class Losable:
 
     def tell(self, event):
         if isinstance(event, DeviceLost):
-            self._queue.clear()
+            self.drop_plans()
             self._forget()
         self._events.append(event)
         self._waiting.cancel()
