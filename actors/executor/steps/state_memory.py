@@ -1,7 +1,8 @@
 """Memory for the states of recurrent mixers: one pool of rows, and the number of rows that fit.
 
 Row i belongs to request slot i. The rows behind the slots keep snapshots: copies of a state at a block boundary, which the
-scheduler names in its plans. Each stage of a pipeline has the states of its own layers, in rows of the same numbers. All mixers of a row are adjacent, so a copy of a row is one copy of memory.
+scheduler names in its plans. Each stage of a pipeline has the states of its own layers, in rows of the same numbers. All mixers
+of a row are adjacent, so a copy of a row is one copy of memory.
 
 Laws:
   * A row is never cleared. A plan from position 0 begins with zeros, whatever the row contains.
