@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trouper.actors.executor.media import slices
-from trouper.actors.executor.media.encoder import MediaEncoder, WholeItem
+from trouper.actors.executor.media.encoder import GIVE_BACK_ITEMS, MediaEncoder, WholeItem
 from trouper.actors.executor.media.slices import (
     SlicedLinear,
     SlicedWork,
@@ -122,6 +122,14 @@ def test_rows_beyond_the_cache_stay_with_their_sequence(tower):
     encoder.advance([item], inf)
     assert item.rows()[0, 0] == 97
     assert tower.begun == [b"a"]
+
+
+def test_freed_memory_goes_back_after_many_items(tower):
+    calls = []
+    encoder = MediaEncoder(lambda: tower, 1 << 20, lambda: calls.append(len(tower.begun)))
+    encoder.load()
+    encoder.advance([whole(encoder, b"%d" % i) for i in range(2 * GIVE_BACK_ITEMS + 1)], inf)
+    assert calls == [GIVE_BACK_ITEMS, 2 * GIVE_BACK_ITEMS]
 
 
 class Layer(nn.Module):

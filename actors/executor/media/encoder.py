@@ -18,6 +18,9 @@ from trouper.actors.executor.media.slices import SlicedWork
 from trouper.actors.executor.media.tower import MediaTower
 from trouper.actors.messages.media import MediaItem
 
+# Items between two calls of `give_back`: each item leaves about 1 MiB of freed memory between blocks in use.
+GIVE_BACK_ITEMS = 16
+
 
 class MediaEncoder:
     """The vision tower of a runner, with a cache of rows by key.
@@ -25,10 +28,17 @@ class MediaEncoder:
     Args:
         load: reads the tower.
         cache_bytes: the most bytes of cached rows.
+        give_back: returns freed memory to the system, which the allocator would keep: 500 MiB after 500 images.
     """
 
-    def __init__(self, load: Callable[[], MediaTower], cache_bytes: int) -> None:
-        self._load, self._cache_bytes = load, cache_bytes
+    def __init__(
+        self,
+        load: Callable[[], MediaTower],
+        cache_bytes: int,
+        give_back: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._load, self._cache_bytes, self._give_back = load, cache_bytes, give_back
+        self._num_computed = 0
         self._tower: MediaTower | None = None
         self._rows = OrderedDict[bytes, Tensor]()
         self._num_bytes = 0
@@ -120,6 +130,9 @@ class MediaEncoder:
 
     def _keep(self, key: bytes, rows_RE: Tensor) -> None:
         """Keep rows until newer ones need their room."""
+        self._num_computed += 1
+        if self._num_computed % GIVE_BACK_ITEMS == 0:
+            self._give_back()
         if rows_RE.nbytes > self._cache_bytes or key in self._rows:
             return
         self._rows[key] = rows_RE

@@ -416,7 +416,8 @@ def _image_encoder(
     if media.family.has_grids and not (ropes and all(rope.sections for rope in ropes)):
         rule = f"images of {media.model_type} need mrope_section in config.json"
         raise UnsupportedFeatureError(f"{rule}; {ADVICE}", parameter="model")
-    return MediaEncoder(partial(load_tower, config, media), media.encoder_cache_bytes)
+    load = partial(load_tower, config, media)
+    return MediaEncoder(load, media.encoder_cache_bytes, give_back_free_memory)
 
 
 def _embeds(columns: Sequence[PoolEntry], rows: Mapping[bytes, Tensor]) -> list[tuple[int, Tensor]]:

@@ -424,4 +424,5 @@ def _encoder_of(config: EngineConfig, model: NativeModel | HfModel) -> MediaEnco
     if media.family.has_grids and (isinstance(model, HfModel) or not model.has_three_positions):
         rule = f"images of {media.model_type} need trouper's own code of the text model, and mrope_section in config.json"
         raise UnsupportedFeatureError(f"{rule}; {ADVICE}", parameter="model")
-    return MediaEncoder(partial(load_tower, config, media), media.encoder_cache_bytes)
+    load = partial(load_tower, config, media)
+    return MediaEncoder(load, media.encoder_cache_bytes, give_back_free_memory)
