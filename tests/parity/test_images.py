@@ -429,6 +429,9 @@ def test_a_limit_of_0_loads_no_tower(llava):
         assert llm.generate("a", params(), use_tqdm=False)[0].finished
         with pytest.raises(UnsupportedFeatureError, match="turned off"):
             llm.chat(chat([[image(1)]]), params(), use_tqdm=False)
+    off = {"limit_mm_per_prompt": {"image": 0}, "mm_processor_kwargs": {"do_normalize": False}}
+    with pytest.raises(TrouperValidationError, match="turned off"), opened(llava, **off):
+        pass
 
 
 def item(key: bytes, first: int, num_tokens: int = 6) -> MediaItem:

@@ -368,6 +368,8 @@ async def test_promised_work_enters_before_newcomers(gate):
             gate.enter("", 1)
         with pytest.raises(HTTPError, match="earlier"):
             gate.check("", 1)
+        refused_at, gate.now = gate.now(), lambda: refused_at + 9
+        assert gate.refusing_s() >= 9
         with places[0]:
             ticket = await places[0].ticket()
             # A promise may be larger than what is free.

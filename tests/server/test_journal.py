@@ -559,6 +559,21 @@ async def test_reader_wakes_after_a_short_stall(stalled):
 
 
 @pytest.mark.trio
+async def test_answer_without_reader_keeps_no_batches(disk):
+    journal = Journal(segments_on(disk), "off", 600)
+    stream = DurableStream("a", b"", "/", b"", b"", 0.0)
+    async with trio.open_nursery() as tasks:
+        await tasks.start(journal.run_writer)
+        for i in range(20):
+            journal.put(Tokens("a", i, [i], prompt_token_ids=[1]), stream)
+            stream.add(b"1")
+            await journal.write(Tokens("b", i, [i], prompt_token_ids=[1]))
+            assert len(stream._held) <= 2
+        assert not any(batch.records for batch, _ in stream._held)
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.trio
 async def test_writes_go_on_while_the_disk_syncs(disk, monkeypatch):
     monkeypatch.setattr(journal_module, "GROUP_S", 0.0)
     journal, syncs, right = Journal(segments_on(disk), "group", 600), threading.Event(), disk.sync

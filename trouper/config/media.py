@@ -230,14 +230,14 @@ def media_config(
     kind = str(raw.get("model_type"))
     reason = _reason(args, model, kind, device)
     modality = modality_of(raw)
-    if kwargs and reason is not None:
-        rule = f"cannot be used, because no processor is: {reason}; leave it out"
-        raise invalid("mm_processor_kwargs", rule, kwargs)
     if reason is None and limits[modality] == 0:
         verb = "is" if modality == AUDIO else "are"
         reason = (
             f"{_shown(modality)} {verb} turned off (limit_mm_per_prompt or language_model_only)"
         )
+    if kwargs and reason is not None:
+        rule = f"cannot be used, because no processor is: {reason}; leave it out"
+        raise invalid("mm_processor_kwargs", rule, kwargs)
     if reason is not None:
         return None, reason
     has_two_towers = model.architecture in TWO_TOWERS

@@ -168,7 +168,8 @@ class AdmissionGate:
         """
         if self._refusing_since is None:
             return 0.0
-        if not self.level >= Level.SHED_ALL and not self._has_too_much_prefill:
+        is_refusing = self._promised or self.level >= Level.SHED_ALL or self._has_too_much_prefill
+        if not is_refusing:
             try:
                 self.admission.check("", 0)
             except Full:

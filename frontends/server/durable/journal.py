@@ -346,6 +346,8 @@ class Journal:
         self._has_failed = error is not None
         batch.written.set()
         batch.release()
+        # The streams of ended answers keep their last batch.
+        batch.records, batch.on_release = [], []
         if self._to_sync is not None and not self._is_syncing:
             self._is_syncing = True
             self._sync_news.set()

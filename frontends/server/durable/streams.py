@@ -176,6 +176,7 @@ class DurableStream:
 
     def hold(self, batch: HeldRecords) -> bool:
         """Show the next events only when a batch is released.  Returns whether this is news: the batch must call `wake` then."""
+        self._drop_released()
         is_new = not (self._held and self._held[-1][0] is batch)
         if is_new:
             self._held.append((batch, len(self.entries)))
@@ -227,9 +228,13 @@ class DurableStream:
     @property
     def num_shown(self) -> int:
         """The number of events that readers may get."""
+        self._drop_released()
+        return self._held[0][1] if self._held else len(self.entries)
+
+    def _drop_released(self) -> None:
+        """Forget the batches whose events may be shown, also without a reader: a batch contains the records of all streams."""
         while self._held and self._held[0][0].is_released:
             self._held.popleft()
-        return self._held[0][1] if self._held else len(self.entries)
 
     async def wait(self, num_entries: int) -> int:
         """Wait for more events than these, or for the end.  Returns how many may be shown."""

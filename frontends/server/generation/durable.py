@@ -355,7 +355,11 @@ def begin_again(
     """Run the handler of a kept request again.
 
     Args:
-        name: of the task; None for an answer that has ended, whose first task may still be writing its end.
+        name: of the task; None for an answer that has ended, whose first task may still be writing its end.  A client reads it again,
+            so it needs a place like a new request.
+
+    Raises:
+        HTTPError: an ended answer finds no room.
     """
     saved = msgspec.msgpack.decode(record.admitted.request, type=SavedCall)
     context = RequestContext.without_client(route.path)
@@ -364,7 +368,13 @@ def begin_again(
     context.cache_scope, context.timeout_s = saved.cache_scope, saved.timeout_s
     context.num_body_bytes = len(saved.body)
     run = StreamRun(service, stream, saved, context, route, record)
-    name = name or f"{stream.id} {secrets.token_hex(4)}"
+    if name is None:
+        with ExitStack() as stack:
+            context.ticket = stack.enter_context(service.enter(context))
+            again = f"{stream.id} {secrets.token_hex(4)}"
+            service.background.start(again, partial(run.perform, context.ticket))
+            stack.pop_all()
+        return
     start_recovered(
         service, context, name, run.perform, lambda: stream.end(time.time(), is_cut=True)
     )

@@ -139,7 +139,13 @@ def _make_again(service: Service, stream: DurableStream) -> None:
         raise HTTPError(410, "stream_expired", "the answer is not kept any longer")
     assert stream.make_again is not None
     stream.warm()
-    stream.make_again(record)
+    try:
+        stream.make_again(record)
+    except BaseException:
+        # The next reader tries it again.
+        stream.is_over = True
+        stream.cool()
+        raise
 
 
 def _given_cursor(context: RequestContext) -> str | None:
