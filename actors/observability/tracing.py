@@ -17,7 +17,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from trouper.actors.messages.outputs import RequestEnded
 
-EXPORT_TIMEOUT_S = 5  # each of the few batches left at the end may take so long
+# Each of the few batches that are left at the end may take this long.
+EXPORT_TIMEOUT_S = 5
 NANOSECONDS = 10**9
 
 

@@ -1,13 +1,11 @@
 """The reply slot: a cell that the engine writes without waiting, and that one client empties.
 
 A queue for each client could grow without bound when the client is slow.  A slot merges unread text, tokens and logprobs instead,
-so its memory is bounded by the output itself.  `Slot` is the part that generation and pooling share, `ReplySlot` the slot of a
-generation.
+so its memory is bounded by the output itself.  `Slot` is the part that generation and pooling share.  `ReplySlot` is the slot
+of a generation, and `PoolingSlot` that of a pooling request, which has one output at the end.
 
 Laws: Writes never wait and never fail, and a closed slot ignores them.  An exception replaces everything unread.  The output with
 `finished=True` is handed out exactly once.
-
-The reply slot of a pooling request: one output at the end.
 """
 
 from abc import ABC, abstractmethod

@@ -1,12 +1,11 @@
-"""Choose the sequences of the next step, and how many tokens each of them computes.
+"""Choose the sequences of the next step and the number of tokens that each of them computes, and predict first tokens.
 
 Decoding sequences go first, because each of them costs one token and its reader waits for it.  Prompts fill the rest of the step:
 in the fluid order while step times are learnt, else in the order of arrival.  A search for the request that killed the device
 replaces this order: then a step contains only suspects.
 
 The planner owns what limits a step: the token budget, which shrinks when the device is out of memory, and the number of drafts.
-
-Predict the first token of a request, and record the errors of predictions.  Pure.
+`FirstTokens` predicts from the same rules when a request gets its first token, and records the errors of its predictions.
 """
 
 import math

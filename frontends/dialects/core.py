@@ -11,7 +11,7 @@ Laws:
      more than copying it.
   5. Text that turns out not to be a call is content.  No text is lost, and no error is raised.
 
-The answer format of one model: its dialect of tool calls and its reasoning marks, detected from its chat templates.
+`AnswerFormat` is the format of one model: its dialect of tool calls and its reasoning marks, detected from its chat templates.
 """
 
 import difflib

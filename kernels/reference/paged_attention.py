@@ -15,9 +15,7 @@ over the group with stride 0.
 Roofline of a decode: 2 e H L D bytes, 4 N L D FLOPs for L keys; bound by memory.
 Measured at L = 1024, H = 8, D = 128, bfloat16 on one EPYC core: 459 µs = 9 GB/s, of about 20.
 
-The plan of attention in torch: which runs of the KV cache each query of a step reads.
-
-The plan is made once a step with numpy and serves all layers of one window.
+The plan says which runs of the KV cache each query of a step reads.  It is made once a step with numpy and serves all layers of one window.
 
 Laws:
   * Cache slot = block id · block size + offset.  Blocks with consecutive ids are one *run* of slots, which the kernel reads

@@ -1,10 +1,10 @@
-"""The numbers that the sampling kernels of every device read for a row, and the reference of the draw in numpy.
+"""Define sampling for every device: the numbers that a kernel reads for a row, the noise, and the reference of the draw in numpy.
 
 A device stores one `ROW` for each request slot.  `PARAMETERS` says how each number is computed from a request's `Sampling`, so
 a new sampling parameter is one more entry here, and then code in the reference and in each device's kernel.  No other
 code lists them.
 
-Gumbel noise as a pure function of (seed, position, token id).
+The noise is Gumbel noise, as a pure function of (seed, position, token id):
 
     g(seed, position, token) = -log(-log(u)),  u = ((h >> 9) + ½) / 2²³ in (0, 1)
     h = hash32(token; key0, key1),  (key0, key1) = two words mixed from the seed and the position

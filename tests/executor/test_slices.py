@@ -8,15 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trouper.actors.executor.media import slices
+from trouper.actors.executor.media import tower_functions
 from trouper.actors.executor.media.encoder import GIVE_BACK_ITEMS, MediaEncoder, WholeItem
 from trouper.actors.executor.media.slices import (
     SlicedLinear,
     SlicedWork,
     Slices,
-    TowerFunctions,
     slice_layers,
 )
+from trouper.actors.executor.media.tower_functions import TowerFunctions
 from trouper.actors.messages.media import MediaItem
 
 
@@ -196,13 +196,13 @@ def test_towers_attend_by_kernels_where_possible(case, monkeypatch):
         served.append(args)
         return attend_both_ways(*args)
 
-    attend_both_ways = slices.attend_both_ways
-    monkeypatch.setattr(slices, "attend_both_ways", attend)
+    attend_both_ways = tower_functions.attend_both_ways
+    monkeypatch.setattr(tower_functions, "attend_both_ways", attend)
     wanted = F.scaled_dot_product_attention(*parts, **options)
     with TowerFunctions():
         found = F.scaled_dot_product_attention(*parts, **options)
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
-    assert bool(served) == (is_served and slices.is_native(torch.float32, 16))
+    assert bool(served) == (is_served and tower_functions.is_native(torch.float32, 16))
 
 
 def test_towers_attend_over_other_keys_by_torch():

@@ -7,7 +7,7 @@ import pytest
 
 from trouper.errors import UnsupportedFeatureError
 from trouper.frontends.server.anthropic.conversation import CountTokensRequest, MessagesRequest
-from trouper.frontends.server.generation.structured import SamplingFields
+from trouper.frontends.server.generation.request_fields import SamplingFields
 from trouper.frontends.server.openai import requests
 from trouper.frontends.server.ops.control import LoadAdapterRequest, UnloadAdapterRequest
 from trouper.frontends.server.pooling import requests as pooling

@@ -6,7 +6,6 @@ the clock, the order of tasks, the threads, the device and the disk (`SimulatedD
 """
 
 import copy
-import hashlib
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -39,7 +38,7 @@ from trouper.frontends.server.shared.settings import ServerSettings
 from .clients import Broken
 from .expected import expected, sampling_of
 from .oracles import require
-from .ports import SimThreads
+from .ports import SimThreads, TracedRun
 from .scenario import STEP_S, VOCAB_SIZE, Client, Scenario, Wish, draw_prompt, streams_of
 from .simulated_device import Conditions, SimulatedDevice
 from .world import config_of
@@ -256,7 +255,7 @@ class KillableDisk(SimulatedDisk):
         self.note_done()
 
 
-class DurableWorld:
+class DurableWorld(TracedRun):
     """Everything that one run knows."""
 
     def __init__(
@@ -264,7 +263,8 @@ class DurableWorld:
         scenario: DurableScenario,
         trace: Callable[..., None] | None = None,
     ) -> None:
-        self.scenario, self._print = scenario, trace
+        super().__init__(scenario.seed, trace)
+        self.scenario = scenario
         self.broken: Exception | None = None
         self.num_steps = 0
         self.readers = [
@@ -279,19 +279,6 @@ class DurableWorld:
         self._journal: Journal = None  # type: ignore[assignment]  # of the present life
         # How often the disk had failed before this life.
         self._num_errors = 0
-        self._trace = hashlib.blake2b(digest_size=8)
-
-    def _dice(self, port: str) -> random.Random:
-        return random.Random(f"{self.scenario.seed}:run:{port}")
-
-    def record(self, *event: object) -> None:
-        self._trace.update(repr((anyio.current_time(), event)).encode())
-        if self._print is not None:
-            self._print(f"{anyio.current_time():8.4f}", *event)
-
-    @property
-    def digest(self) -> str:
-        return self._trace.hexdigest()
 
     def at_rest(self) -> None:
         """Called between two moments; must not raise there."""

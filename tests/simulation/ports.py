@@ -1,5 +1,6 @@
 """What surrounds the engine in a simulation: threads without threads, and a device under observation."""
 
+import hashlib
 import random
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -23,6 +24,30 @@ class InjectedError(RuntimeError):
 
 class DeviceCrashError(RuntimeError):
     """The device is gone."""
+
+
+class TracedRun:
+    """Draw the dice of one run from its seed, and record its events, so that two runs can be compared.
+
+    Args:
+        show: prints each event.
+    """
+
+    def __init__(self, seed: int, show: Callable[..., None] | None) -> None:
+        self._seed, self._show = seed, show
+        self._trace = hashlib.blake2b(digest_size=8)
+
+    def _dice(self, port: str) -> random.Random:
+        return random.Random(f"{self._seed}:run:{port}")
+
+    def record(self, *event: object) -> None:
+        self._trace.update(repr((anyio.current_time(), event)).encode())
+        if self._show is not None:
+            self._show(f"{anyio.current_time():8.4f}", *event)
+
+    @property
+    def digest(self) -> str:
+        return self._trace.hexdigest()
 
 
 class SimThreads:

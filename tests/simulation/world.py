@@ -1,7 +1,5 @@
 """One whole engine under observation."""
 
-import hashlib
-import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -32,14 +30,21 @@ from trouper.errors import EngineDeadError
 
 from . import oracles
 from .clients import Broken, Case, Story, abort_later, operate, play
-from .ports import DeviceCrashError, InjectedError, SimThreads, Trouble, WatchedDevice
+from .ports import (
+    DeviceCrashError,
+    InjectedError,
+    SimThreads,
+    TracedRun,
+    Trouble,
+    WatchedDevice,
+)
 from .scenario import EOS, STEP_S, VOCAB_SIZE, Scenario, layout_of
 from .scheduling import CancelAtStep
 from .simulated_device import ENTRY_BYTES
 from .simulated_tier import SimulatedTier
 
 
-class World:
+class World(TracedRun):
     """Everything that one run knows; of an engine that generates."""
 
     oracles: Any = oracles
@@ -55,8 +60,8 @@ class World:
         victim: CancelAtStep | None = None,
         trace: Callable[..., None] | None = None,
     ) -> None:
+        super().__init__(scenario.seed, trace)
         self.scenario = scenario
-        self._print = trace
         self._victim = victim
         self._everything = trio.CancelScope()
         self.cases = [self.make_case(*numbered) for numbered in enumerate(scenario.clients)]
@@ -80,7 +85,6 @@ class World:
         self.ends: dict[int, int] = {}  # request slot -> how far the plans for it have come
         self.placed: dict[int, int] = {}  # request slot -> the step that gave it away
         self._by_task: dict[Any, Case] = {}
-        self._trace = hashlib.blake2b(digest_size=8)
 
     # What another kind of engine has otherwise
 
@@ -118,18 +122,6 @@ class World:
     def make_config(self) -> EngineConfig:
         tier = getattr(self.device, "tier", None)
         return msgspec.structs.replace(config_of(self.scenario), tier=tier and tier.config)
-
-    def _dice(self, port: str) -> random.Random:
-        return random.Random(f"{self.scenario.seed}:run:{port}")
-
-    def record(self, *event: object) -> None:
-        self._trace.update(repr((anyio.current_time(), event)).encode())
-        if self._print is not None:
-            self._print(f"{anyio.current_time():8.4f}", *event)
-
-    @property
-    def digest(self) -> str:
-        return self._trace.hexdigest()
 
     def owner(self, id: int) -> int:
         return self.owners[SequenceId(id)][0]

@@ -1,6 +1,6 @@
-"""The resolved plan of an engine: `EngineConfig`, which `resolve` creates from the options.
+"""The resolved plan of an engine: `EngineConfig`, which `resolve` creates from the options.  Pure.
 
-The limits of the scheduling policy, and how they follow from the options of an engine.  Pure.
+`SchedulerConfig` has the limits of the scheduling policy, and derives them from the options.
 """
 
 from pathlib import Path

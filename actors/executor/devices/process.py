@@ -18,6 +18,7 @@ import anyio
 import msgspec
 
 from trouper.actors.executor.device import DeviceEvent, DeviceInfo, StepResult
+from trouper.actors.executor.devices.kept_files import KeptFiles
 from trouper.actors.executor.devices.outstanding import OpenCalls, RestoredState, SubmittedPlan
 from trouper.actors.executor.devices.supervision import (
     Death,
@@ -31,7 +32,6 @@ from trouper.actors.executor.devices.supervision import (
     next_state,
 )
 from trouper.actors.executor.devices.worker_link import (
-    KeptFiles,
     WorkerLink,
     receive_from_any,
     send_adapter,

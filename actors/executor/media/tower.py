@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trouper.actors.executor.media.slices import SlicedWork, Slices, TowerFunctions
+from trouper.actors.executor.media.slices import SlicedWork, Slices
+from trouper.actors.executor.media.tower_functions import TowerFunctions
 from trouper.actors.messages.media import MediaArray, MediaItem
 from trouper.config.media import AUDIO, IMAGE, MediaConfig
 from trouper.errors import UnsupportedFeatureError

@@ -117,7 +117,7 @@ def windows_of(specs: Sequence[KVCacheSpec]) -> tuple[int | None, ...]:
 
 
 class LogitsIndices(NamedTuple):
-    """The tokens of a step of which hidden states are needed.
+    """The tokens of a step that the last layer computes completely.
 
     The last layer computes only keys and values for all other tokens, so a long prompt costs it little more than one token.
     """

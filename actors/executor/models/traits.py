@@ -215,7 +215,7 @@ class DecoderTraits(msgspec.Struct, frozen=True, kw_only=True):
     experts: ExpertsTraits | None = None
     max_position: int
     layers: tuple[LayerTraits, ...]
-    # The window of each block table. A stage of a pipeline knows all tables, also those of which it has no layer.
+    # The window of each block table. A pipeline stage has all tables here, because its plans name all of them.
     table_windows: tuple[int | None, ...] = (None,)
     ropes: tuple[RopeTraits, ...]
     norm: Norm = "rms"

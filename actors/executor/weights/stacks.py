@@ -38,12 +38,16 @@ class StackedPart(NamedTuple):
     expert: int | None
     rows: slice
     is_transposed: bool
-    # If the checkpoint may store the transpose instead: a tensor of this layer whose shape shows which, and that shape without a
-    # transposition.  It is another tensor where this one is square.
+    # The name and shape of the tensor that decides whether the checkpoint stores the transpose: its own shape shows it.  A square
+    # matrix has the same shape either way, so another tensor of the layer decides for it.  None: there is nothing to decide.
     witness: tuple[str, Shape] | None = None
 
     def stored_as(self, shape: Shape) -> "StackedPart":
-        """Return the part of the transpose if the witness, which has this shape, is stored as that, and otherwise this part."""
+        """Return this part, transposed if the checkpoint stores the witness with a transposed shape.
+
+        Args:
+            shape: of the witness in the checkpoint.
+        """
         if self.witness is None or shape == self.witness[1] or shape != _turned(self.witness[1]):
             return self
         return self._replace(shape=_turned(self.shape), is_transposed=True)

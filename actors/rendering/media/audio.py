@@ -38,7 +38,7 @@ BLOCK_WINDOWS = 4096
 EXTRACTORS = ("WhisperFeatureExtractor", "Qwen3ASRFeatureExtractor")
 # Qwen3-ASR takes half a second at least.
 MIN_SAMPLES = 8000
-# libsndfile's number of frames of a FLAC file whose encoder wrote to a pipe, so that its header has no length.
+# A FLAC encoder that writes to a pipe leaves the length out of the header.  libsndfile then reports this number of frames.
 UNKNOWN_FRAMES = 2**63 - 1
 # Encoders that write a WAV file to a pipe give it a length of 2 or 4 GiB.
 PIPED_BYTES = 0x7FFF_0000

@@ -4,7 +4,7 @@ In addition to the forms of generation, a prompt can be a pair: `{"prompt": …,
 special tokens, like transformers, and removes the end of a text by default; of a pair, it shortens the longer text.
 Queries and documents of late interaction get markers; every other text is encoded unchanged.
 
-Queries and documents of a late-interaction model: markers, lengths, expansion, what is not scored.  Pure.
+A late-interaction model (ColBERT) prescribes the form of its two kinds of texts:
 
     query     [CLS] [Q] w … w [SEP] [MASK] … [MASK]     filled up to its length; masks are scored, and mostly not seen
     document  [CLS] [D] w … w [SEP]                     cut at its length; words of the skip list are not scored

@@ -48,7 +48,7 @@ IMAGES_PER_SAMPLE = 20
 
 
 def event_loop(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure how late a heartbeat wakes on the engine's event loop, idle and beside images of 1080p that arrive at a fixed rate.
+    """Measure how late the engine's event loop is, when it is idle and when images of 1080p arrive at a fixed rate.
 
     The model is a CLIP that embeds, because larger towers encode fewer images a second than arrive.
     """

@@ -116,7 +116,7 @@ def picture(seed: int) -> Any:
 
 
 def photo(seed: int) -> bytes:
-    """Make a JPEG file of 1920 x 1080 that is as large as a photo: smooth areas with some noise, about 0.6 MiB."""
+    """Make a JPEG file of 1920 x 1080.  Smooth areas with some noise make it about as large as a photo, 0.6 MiB."""
     from PIL import Image
 
     rng = np.random.default_rng(seed)

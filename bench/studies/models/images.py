@@ -1,4 +1,4 @@
-"""Measure images: the first token, a repeated image, a crowd of images, streams and texts beside a tower, and limits.
+"""Measure how fast images are answered, what they cost other requests, and what a vision tower adds to start-up and memory.
 
     python -m trouper.bench.studies.models.images [--what first,again,…] [--rounds 3] [--output FILE.json]; `--help` lists all options
 
@@ -125,7 +125,7 @@ def crowd(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def vllm(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Compare the first token, and the requests of `crowd`, with vLLM's CPU build, in turn.
+    """Compare the first token and the requests of `crowd` with vLLM's CPU build.  Runs of both engines alternate.
 
     The model is named Idefics 3 for both: vLLM's processor of SmolVLM needs torchvision, which does not load beside torch's CPU build.
     """

@@ -21,7 +21,7 @@ from trouper.frontends.server.generation.blocks import (
     BlockGrown,
     BlockStarted,
 )
-from trouper.frontends.server.generation.structured import ResponseFormat, SamplingFields
+from trouper.frontends.server.generation.request_fields import ResponseFormat, SamplingFields
 from trouper.frontends.server.generation.transcript import Transcript, seal, unseal
 from trouper.frontends.server.openai.requests import ChatRequest, DerivedChat
 from trouper.frontends.server.shared import fields

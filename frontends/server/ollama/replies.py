@@ -1,9 +1,9 @@
-"""The answers of `/api/chat` and `/api/generate`: JSON lines in a stream, or one object.
+"""Write the replies of Ollama's API: answers, as JSON lines in a stream or as one object, and descriptions of models.
 
 A tool call is one line, which comes when its arguments are complete; one that the limit of tokens cut is not sent.  The
 last line has the counts, and the times of the request in nanoseconds.
 
-Models as Ollama's API describes them.  Clients fail on a field that is missing or null, so each is there.
+Ollama's clients fail on a field of a model that is missing or null, so each is present.
 """
 
 import json

@@ -14,7 +14,7 @@ import msgspec
 
 from trouper.actors.rendering.media.parts import Base64File
 from trouper.errors import invalid
-from trouper.frontends.server.generation.structured import ResponseFormat, closed
+from trouper.frontends.server.generation.request_fields import ResponseFormat, closed
 from trouper.frontends.server.openai.requests import CompletionRequest, DerivedChat
 from trouper.frontends.server.shared import fields
 from trouper.frontends.server.shared.durations import seconds_of

@@ -38,7 +38,7 @@ from trouper.frontends.server.generation.parsers import (
     VisibleContent,
     WithoutReasoning,
 )
-from trouper.frontends.server.generation.structured import way_of
+from trouper.frontends.server.generation.request_fields import way_of
 from trouper.frontends.server.generation.tools import CallDeltas, ToolUse, num_calls, tool_use
 from trouper.frontends.server.generation.transcript import chat_prompt
 from trouper.frontends.server.http.context import DONE, RequestContext

@@ -22,7 +22,7 @@ from trouper.frontends.server.generation.logprobs import (
     completion_logprobs,
     prompt_logprobs,
 )
-from trouper.frontends.server.generation.structured import way_of
+from trouper.frontends.server.generation.request_fields import way_of
 from trouper.frontends.server.http.context import DONE, RequestContext
 from trouper.frontends.server.openai.requests import (
     FINGERPRINT,

@@ -19,7 +19,7 @@ from trouper.frontends.server.generation.adapter import (
 )
 from trouper.frontends.server.generation.driver import drive
 from trouper.frontends.server.generation.logprobs import chat_logprobs
-from trouper.frontends.server.generation.structured import Int64, ResponseFormat, closed
+from trouper.frontends.server.generation.request_fields import Int64, ResponseFormat, closed
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.openai.requests import CompletionRequest
 from trouper.frontends.server.openai.sampling import completion_params, parsed_request

@@ -19,7 +19,7 @@ from trouper.frontends.server.generation.logprobs import (
     CompletionLogprobs,
     PromptLogprobs,
 )
-from trouper.frontends.server.generation.structured import Generating
+from trouper.frontends.server.generation.request_fields import Generating
 from trouper.frontends.server.generation.tools import ToolCall
 from trouper.frontends.server.shared import fields
 from trouper.frontends.server.shared.usage import RequestMetrics, Usage

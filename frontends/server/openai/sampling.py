@@ -16,7 +16,11 @@ from trouper.errors import (
     rename_parameter,
 )
 from trouper.frontends.server.generation.adapter import BeamRequest, ParsedRequest
-from trouper.frontends.server.generation.structured import GUIDED, Generating, structured_outputs
+from trouper.frontends.server.generation.request_fields import (
+    GUIDED,
+    Generating,
+    structured_outputs,
+)
 from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest
 from trouper.frontends.server.shared.settings import ServerSettings
 from trouper.params import (

@@ -20,7 +20,7 @@ import numpy as np
 import pybase64
 
 from trouper.actors.messages.requests import ClientOptions
-from trouper.frontends.server.generation.structured import Int64
+from trouper.frontends.server.generation.request_fields import Int64
 from trouper.frontends.server.shared import fields
 from trouper.outputs import Array
 

@@ -1,7 +1,4 @@
-"""Render responses, as one reply or as typed events.  Pure.
-
-Render the blocks of an answer as output items, and as their events in a stream.  Pure.
-"""
+"""Render responses, as one reply or as typed events, and the blocks of an answer as output items.  Pure."""
 
 from collections.abc import Sequence
 from functools import partial

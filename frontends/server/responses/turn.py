@@ -9,7 +9,7 @@ from typing import Any, ClassVar, cast
 import msgspec
 
 from trouper.errors import invalid
-from trouper.frontends.server.generation.structured import ResponseFormat, SamplingFields
+from trouper.frontends.server.generation.request_fields import ResponseFormat, SamplingFields
 from trouper.frontends.server.generation.transcript import Transcript
 from trouper.frontends.server.openai.requests import ChatRequest
 from trouper.frontends.server.responses.conversation import add_items

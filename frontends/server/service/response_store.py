@@ -3,84 +3,13 @@
 Laws.  The counted bytes never exceed the limit: the least recently used response is evicted first.  Only its owner finds a
 response, under its own id.  Running responses are never evicted; if nothing else can be evicted, the new response is not
 stored.  The events of a background stream count, too; without room they are dropped, and the response stays.
-
-Run tasks that outlive the request that started them, such as background responses.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 import anyio
 import msgspec
-from anyio.abc import TaskGroup, TaskStatus
-
-from trouper.frontends.server.shared.errors import unavailable
-
-Work = Callable[[], Awaitable[None]]
-
-
-class BackgroundTasks:
-    """Named tasks, which run as long as `run_tasks` is running.
-
-    The admission gate bounds their number: like any other request, each task holds a ticket.
-    """
-
-    def __init__(self) -> None:
-        self._scopes: dict[str, anyio.CancelScope] = {}
-        self._group: TaskGroup | None = None
-
-    def __repr__(self) -> str:
-        state = "off" if self._group is None else "on"
-        return f"<BackgroundTasks {state}: {len(self._scopes)} run>"
-
-    @property
-    def is_on(self) -> bool:
-        return self._group is not None
-
-    @property
-    def num_running(self) -> int:
-        return len(self._scopes)
-
-    async def run_tasks(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Run all started tasks until this is cancelled, which cancels them, too.
-
-        Handlers may start tasks once `task_status.started` has been called.
-        """
-        async with anyio.create_task_group() as self._group:
-            task_status.started()
-            try:
-                await anyio.sleep_forever()
-            finally:
-                self._group = None
-
-    def start(self, name: str, work: Work) -> None:
-        """Start a task, which must not raise.
-
-        Raises:
-            HTTPError: the server is shutting down.
-
-        Its name must be unique among running tasks.
-        """
-        if self._group is None:
-            raise unavailable(
-                "draining", "the server is shutting down and accepts no background work"
-            )
-        scope = self._scopes[name] = anyio.CancelScope()
-        self._group.start_soon(self._perform, name, scope, work, name="background")
-
-    def cancel(self, name: str) -> None:
-        """Cancel the task of this name if it is running.  It may need some time to clean up."""
-        scope = self._scopes.get(name)
-        if scope is not None:
-            scope.cancel()
-
-    async def _perform(self, name: str, scope: anyio.CancelScope, work: Work) -> None:
-        try:
-            with scope:
-                await work()
-        finally:
-            del self._scopes[name]
-
 
 # Overhead of an entry in bytes: the struct and its fields 200, the id 90, two slots of dicts 200.
 ENTRY_BYTES = 512

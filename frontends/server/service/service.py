@@ -40,8 +40,9 @@ from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.decoding import UnknownFields
 from trouper.frontends.server.http.headers import trace_headers
 from trouper.frontends.server.http.route import Route
+from trouper.frontends.server.service.background import BackgroundTasks
 from trouper.frontends.server.service.metrics import ServerMetrics
-from trouper.frontends.server.service.response_store import BackgroundTasks, ResponseStore
+from trouper.frontends.server.service.response_store import ResponseStore
 from trouper.frontends.server.shared.errors import HTTPError, aborted, clean, logger, unavailable
 from trouper.frontends.server.shared.settings import ServerSettings
 from trouper.lora import LoRARequest

@@ -1,12 +1,11 @@
-"""The products of all experts of a layer with their tokens, by the kernel for the form of their weights.
-
-`apply` takes rows x [R, I] and returns y [T k, O]: choice a of a token reads row a // divisor and writes row a.  The
-divisor is k for the first product, which reads the tokens, and 1 for the second, which reads the choices.
-
-Experts by compiled kernels: five launches for any number of experts, which a recording can contain.
+"""Compute the experts of a layer by compiled kernels: five launches for any number of experts, which a recording can contain.
 
 The launches are the choice of experts, the product of gate and up, the activation, the product of down, and the sum.
 For integer weights on machines without bfloat16 instructions, one more launch quantizes the rows before each product.
+
+The form of the weights decides about the kernel of the products.
+`apply` takes rows x [R, I] and returns y [T k, O]: choice a of a token reads row a // divisor and writes row a.  The
+divisor is k for the first product, which reads the tokens, and 1 for the second, which reads the choices.
 """
 
 from collections.abc import Callable, Sequence

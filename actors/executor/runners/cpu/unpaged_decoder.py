@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.device import DeviceInfo
-from trouper.actors.executor.media.slices import TowerFunctions
+from trouper.actors.executor.media.tower_functions import TowerFunctions
 from trouper.actors.executor.models.native_decoder import NativeDecoder, ops_config
 from trouper.actors.executor.models.traits import DecoderTraits, PlanKey
 from trouper.actors.executor.runners.cpu.process_resources import give_back_free_memory

@@ -1,13 +1,10 @@
-"""Convert a request's constraints on the answer to `StructuredOutputsParams`.  Pure.
+"""Declare the request fields that several APIs share, and convert those that constrain the answer.  Pure.
 
-A client can give them in three ways: OpenAI's `response_format`, vLLM's `structured_outputs`, and vLLM's older `guided_…` fields.
-A request may use only one of these.
+A null means that a field is not given.  The table in `fields.py` decides about all other fields.  The engine checks ranges, so they
+are not checked here a second time: one validator gives one answer.
 
-Declare the request fields that several APIs share.  A null means that the field is not given.
-
-The table in `fields.py` decides about all other fields.
-
-The engine checks ranges, so they are not checked here a second time: one validator gives one answer.
+A client can constrain the answer in three ways: by OpenAI's `response_format`, vLLM's `structured_outputs`, and vLLM's older
+`guided_…` fields.  A request may use only one of them; `structured_outputs` converts it to `StructuredOutputsParams`.
 """
 
 import json
@@ -34,7 +31,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """OpenAI's `response_format`.  `structured.py` checks which members belong to which type.
+    """OpenAI's `response_format`.  `structured_outputs` checks which members belong to which type.
 
     Unknown members are refused, because a misspelled constraint would otherwise silently be no constraint.
     """
