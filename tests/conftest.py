@@ -28,8 +28,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # `auto` is the CPU in tests, also where there is a GPU: what is meant for it says so.
 os.environ.setdefault("TROUPER_DEVICE", "cpu")
 
-# A deadline is a wall clock: on a busy machine any example may miss it.
-hypothesis.settings.register_profile("trouper", deadline=None)
+# A deadline is a wall clock: on a busy machine any example may miss it.  The examples are the same in every run, so that a commit
+# passes or fails; `--hypothesis-profile=random` draws others.
+hypothesis.settings.register_profile("random", deadline=None)
+hypothesis.settings.register_profile("trouper", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("trouper")
 
 # Before anything imports Triton, which reads it when a function is decorated.  The question is asked without torch, whose

@@ -1,5 +1,6 @@
 """Arguments of calls are what the model wrote: a JSON object, or cut where the answer is cut, or content."""
 
+import contextlib
 import json
 
 import pytest
@@ -240,8 +241,13 @@ def test_what_the_model_itself_marks_wins():
 def test_json_of_a_bare_value_is_json(value, names):
     for text in (json.dumps(value), str(value)):
         types = ValueTypes(frozenset(names) or None)
-        assert json.loads(as_json(text, types)) in (value, text, text.strip()) or text in (
-            "True",
-            "False",
-            "None",
-        )
+        found = json.loads(as_json(text, types))
+        assert any(found == reading for reading in readings_of(value, text)), text
+
+
+def readings_of(value, text):
+    """Yield what a bare text may mean: the value, the text itself, the JSON that it spells, and Python's words for literals."""
+    yield from (value, text, text.strip())
+    literals = {"True": "true", "False": "false", "None": "null"}
+    with contextlib.suppress(ValueError):
+        yield json.loads(literals.get(text.strip(), text))
