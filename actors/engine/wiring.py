@@ -314,8 +314,8 @@ def _make_policy(config: EngineConfig, info: DeviceInfo) -> AnyPolicy:
     policies: list[Policy] = []
     for _ in range(num_replicas):
         blocks = KVBlocks(info.num_blocks, info.block_size, caches, info.kv_layout)
-        tier = None if config.tier is None else Tier(blocks)
         states = _make_states(info, has_cache=caches)
+        tier = None if config.tier is None else Tier(blocks, states)
         policies.append(Policy(scheduler, blocks, shared, states, tier))
     return policies[0] if num_replicas == 1 else Replicas(policies, step_tokens, info.block_size)
 

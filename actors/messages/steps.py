@@ -231,10 +231,25 @@ class ReplicaEvent(msgspec.Struct, frozen=True):
     event: "StepDone | PoolDone | StepFailed | GrammarReady | TierAnswer | DeviceLost | DeviceBack | DeviceFailed"
 
 
+# The last byte of the name of a recurrent state.  The bytes before it are the name of the block behind which it is the state.
+STATE_KIND = b"\xff"
+
+
+def state_of(name: bytes) -> bytes:
+    """Return the name of the recurrent state behind a block."""
+    return name + STATE_KIND
+
+
+def is_state(name: bytes) -> bool:
+    """Whether this is the name of a recurrent state, and not of a block."""
+    return len(name) > 32 and name.endswith(STATE_KIND)
+
+
 class TierOrder(msgspec.Struct, frozen=True):
     """Scheduler → Executor: an order to the tier of KV blocks on disk, performed behind the plans already sent.
 
-    A thread of the device performs the orders one after another, while later plans run.  Each order is answered.
+    A thread of the device performs the orders one after another, while later plans run.  Each order is answered.  An order may also be
+    about one recurrent state (`is_state`).  Then its one block is a row of the state pool.
 
     Kinds:
         store: write a block, which no plan changes until the answer.
@@ -248,7 +263,7 @@ class TierOrder(msgspec.Struct, frozen=True):
     kind: Literal["store", "fetch", "touch", "cancel", "clear"]
     blocks: tuple[int, ...] = ()
     names: tuple[bytes, ...] = ()
-    # The name of the block before a stored one.  Empty for the first block of a sequence.
+    # The name of the block before a stored one, or of the block of a stored state.  Empty for the first block of a sequence.
     parent: bytes = b""
 
 

@@ -329,9 +329,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
         sequence.has_landed = True
         if start < sequence.num_prompt:
             self._num_prompt_tokens += min(end, sequence.num_prompt) - start
-        self.table.running.register(sequence)
-        if self.states is not None:
-            self.states.land(sequence, end)
+        self.table.running.land(sequence, end)
         if sequence.request.deferred and end >= sequence.num_prompt:
             self.table.release_siblings(sequence.request)
 
@@ -382,7 +380,9 @@ class Policy(PolicyBase[InFlightStep, Request]):
                 belong to another sequence by now.
         """
         for sequence in torn:
-            states.distrust(sequence)
+            name = states.distrust(sequence)
+            if name is not None and self._tier is not None:
+                self._tier.distrust(name)
             self.table.running.preempt(sequence)
         for sequence in undone:
             if sequence.request_slot >= 0 and sequence.marks.restore >= 0:

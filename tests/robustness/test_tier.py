@@ -114,6 +114,77 @@ def packed(tmp_path_factory):
     return folder, found
 
 
+# The models with recurrent states, with random weights: convolutions, a delta rule, and Mamba with mixtures of experts.
+SHAPE = {
+    "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512,
+}  # fmt: skip
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4, "head_dim": 16,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+}  # fmt: skip
+HYBRIDS = {
+    "lfm2": ("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3}),
+    "qwen3_5_text": ("Qwen3_5ForCausalLM", DELTA),
+    "qwen3_next": (
+        "Qwen3NextForCausalLM",
+        {**DELTA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+         "decoder_sparse_step": 1, "norm_topk_prob": True, "mlp_only_layers": []},
+    ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridForCausalLM",
+        {"layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_expand": 2, "mamba_d_state": 16,
+         "mamba_d_conv": 4, "mamba_n_groups": 1, "shared_intermediate_size": 64, "num_local_experts": 0, "num_experts_per_tok": 0},
+    ),
+}  # fmt: skip
+
+
+class Hybrid:
+    """A model with recurrent states, and a folder in which an engine has left prefixes."""
+
+    def __init__(self, kind, root):
+        architecture, fields = HYBRIDS[kind]
+        config = {"architectures": [architecture], "model_type": kind, **SHAPE, **fields}
+        self.model, self.folder = root / "model", root / "tier"
+        self.model.mkdir()
+        (self.model / "config.json").write_text(json.dumps(config))
+        with self.llm(None) as llm:
+            self.expected = answers(llm)[0]
+        with self.llm(self.folder) as llm:
+            assert answers(llm) == (self.expected, 0)
+            wait_for_files(self.folder, 27)
+            # One behind the last boundary of each prompt.
+            wait_for(lambda: len(self.states()) >= 3)
+
+    def llm(self, folder, **options):
+        folder = None if folder is None else str(folder)
+        return LLM(
+            str(self.model), kv_tier_dir=folder, **{**OPTIONS, "max_model_len": 256, **options}
+        )
+
+    def states(self):
+        return sorted(f for f in self.folder.rglob("*.*") if len(f.name) == 83)
+
+
+@pytest.mark.parametrize(
+    "kind", ["lfm2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in HYBRIDS if kind != "lfm2")]
+)  # fmt: skip
+def test_states_survive_the_engine(kind, tmp_path):
+    hybrid = Hybrid(kind, tmp_path)
+    with hybrid.llm(hybrid.folder) as llm:
+        assert answers(llm) == (hybrid.expected, 3 * 144)
+    # Without its state, a prefix is not found, and without its blocks neither.
+    state, block = hybrid.states()[0], files_of(hybrid.folder)[0]
+    state.unlink()
+    with hybrid.llm(hybrid.folder) as llm:
+        assert answers(llm) == (hybrid.expected, 2 * 144)
+        wait_for(lambda: len(hybrid.states()) == 3)
+    block.unlink()
+    with hybrid.llm(hybrid.folder) as llm:
+        assert answers(llm) == (hybrid.expected, 2 * 144)
+
+
 def tokens(found):
     return [[token for token, _ in answer] for answer in found]
 

@@ -2,20 +2,31 @@
 
 A block of the device contains its token ids, and so does a file.  Each sample reads its whole sequence through the block table, so a page
 that was fetched wrongly, used too early or overwritten fails at once.  A disk that hangs may delay a sequence until its deadline only.
+
+With rows of states, a row contains all tokens that the state has seen, and a step that goes on from another row than it should fails at once.
 """
 
 import random
 from collections import deque
 
+import msgspec
 import pytest
 
 from tests.scheduling.test_policy_model import POISON, PagedDevice, next_token
 from trouper.actors.messages.controls import Pause
 from trouper.actors.messages.requests import Admit, RequestOptions
-from trouper.actors.messages.steps import DeviceLost, StepDone, TierAnswer, TierOrder
+from trouper.actors.messages.steps import (
+    DeviceLost,
+    StepDone,
+    TierAnswer,
+    TierOrder,
+    is_state,
+    state_of,
+)
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.state.kv_blocks import KVBlocks
 from trouper.actors.scheduling.state.sequence import State
+from trouper.actors.scheduling.state.state_snapshots import SnapshotRows, StateSnapshots
 from trouper.actors.scheduling.state.tier import MAX_ORDERS, MAX_QUEUED, Tier
 from trouper.config.engine_config import SchedulerConfig
 from trouper.params import SamplingParams
@@ -23,22 +34,51 @@ from trouper.params import SamplingParams
 SIZE, MOST = 2, 24
 
 
+class StatefulDevice(PagedDevice):
+    """A paged device of a recurrent model: the state of a row is the list of the tokens that it has seen."""
+
+    def __init__(self, num_blocks, block_size):
+        super().__init__(num_blocks, block_size)
+        self.states = {}
+
+    def run(self, plan):
+        for new in plan.new_sequences:
+            if new.state_row >= 0:
+                self.states[new.request_slot] = list(self.states[new.state_row])
+        tokens = super().run(plan)
+        columns = plan.request_slots, plan.num_computed_tokens, plan.num_scheduled_tokens
+        for slot, start, count in zip(*columns, strict=True):
+            seen, mine = self.states.get(slot, []) if start else [], self.rows[slot].tokens
+            assert seen == mine[:start], "the state has seen the tokens in front of the step"
+            self.states[slot] = mine[: start + count]
+        for slot, row, position in plan.saves:
+            self.states[row] = self.rows[slot].tokens[:position]
+        return tokens
+
+
 class World:
     """A policy, a device, its thread and a disk.  `files` survive the device and, given to another world, the engine."""
 
-    def __init__(self, seed, files=None, num_blocks=20):
+    def __init__(self, seed, files=None, num_blocks=20, num_rows=0):
         self.random = random.Random(seed)
         self.files = {} if files is None else files
         self.is_hanging = False
         self.blocks = KVBlocks(num_blocks, SIZE, True)
-        self.tier = Tier(self.blocks)
+        self.states = None
+        if num_rows:
+            self.states = StateSnapshots(
+                4, num_rows, SIZE, has_cache=True, interval=SIZE, spacing=SIZE
+            )
+        self.tier = Tier(self.blocks, self.states)
         config = SchedulerConfig(
             max_num_seqs=4, max_num_active_seqs=4, max_num_scheduled_tokens=self.random.choice((4, 32)),
             max_steps_in_flight=2, max_model_len=MOST, max_step_ms=self.random.choice((0, None)),
             policy=self.random.choice(("fcfs", "priority")),
         )  # fmt: skip
-        self.policy = Policy(config, self.blocks, tier=self.tier)
-        self.device = PagedDevice(num_blocks, SIZE)
+        self.policy = Policy(config, self.blocks, states=self.states, tier=self.tier)
+        self.device = (
+            StatefulDevice(num_blocks, SIZE) if num_rows else PagedDevice(num_blocks, SIZE)
+        )
         self.now = 0.0
         # Frames to the device in order, its answers, and the orders of its thread.
         self.frames, self.answers, self.thread = deque(), deque(), deque()
@@ -93,22 +133,25 @@ class World:
         order = self.thread.popleft()
         num_done, added, removed = 0, (), ()
         if order.kind == "store":
-            (block,), (name,) = order.blocks, order.names
+            (place,), (name,) = order.blocks, order.names
             if not order.parent or order.parent in self.files:
-                self.files[name] = tuple(self.device.memory[block])
+                self.files[name] = tuple(self.memory_of(name)[place])
                 num_done = 1
         elif order.kind == "fetch":
-            for block, name in zip(order.blocks, order.names, strict=True):
+            for place, name in zip(order.blocks, order.names, strict=True):
                 if (content := self.files.get(name)) is None or POISON in content:
                     self.files.pop(name, None)
                     break
-                self.device.memory[block][:] = content
+                self.memory_of(name)[place] = list(content)
                 num_done += 1
         elif order.kind == "clear":
             self.files.clear()
         self.answers.append(
             TierAnswer(order.number, num_done, 0.001, order.kind == "clear", added, removed)
         )
+
+    def memory_of(self, name):
+        return self.device.states if is_state(name) else self.device.memory
 
     def answer(self):
         """The policy takes the next answer."""
@@ -129,6 +172,8 @@ class World:
         if not keeps_memory:
             for page in self.device.memory:
                 page[:] = [POISON] * SIZE
+            if self.states is not None:
+                self.device.states.clear()
         self.policy.return_device(keeps_memory=keeps_memory)
         self.news = [TierAnswer(0, is_anew=True, added=tuple(self.files))]
 
@@ -213,14 +258,27 @@ class World:
         return self
 
 
-def play_lives(seed):
+def play_lives(seed, num_rows=0):
     """Let three engines follow each other with one disk.  Returns how many blocks they fetched."""
     draw, files, count = random.Random(-seed - 1), {}, 0
     heads = [[draw.randrange(2, 40) for _ in range(16)] for _ in range(2)]
     for life in range(3):
-        world = World(3 * seed + life, files, num_blocks=draw.choice((13, 20)))
+        num_blocks = draw.choice((13, 20))
+        world = World(3 * seed + life, files, num_blocks, num_rows and draw.choice((2, num_rows)))
         count += world.play(heads).tier.counts["hit"]
+        check_rows(world)
     return count
+
+
+def check_rows(world):
+    """No row is lost: each is free, offered, or held by an order without an answer."""
+    if world.states is not None:
+        rows, fetch = world.states.rows, world.tier._fetch
+        assert rows.num_taken == len(rows._withdrawn) + (
+            fetch is not None and fetch.row is not None
+        )
+        held = {place for place, name, _ in world.tier._stores.values() if is_state(name)}
+        assert rows._held == held
 
 
 def settle(world):
@@ -249,6 +307,71 @@ PROMPT = list(range(2, 15))
 
 def test_any_schedule_gives_right_tokens():
     assert sum(map(play_lives, range(60))) > 120
+
+
+def test_any_schedule_with_states_gives_right_tokens():
+    assert sum(play_lives(seed, num_rows=8) for seed in range(24)) > 30
+
+
+def states_in(files):
+    """Return how many tokens each state on the disk has seen."""
+    return sorted(len(content) for name, content in files.items() if is_state(name))
+
+
+def test_state_is_fetched_with_its_blocks():
+    first = run_one(PROMPT, num_rows=8)
+    # The last boundary of the prompt, and the first behind it.
+    assert states_in(first.files) == [12, 14]
+    second = run_one(PROMPT, first.files, num_rows=8)
+    assert second.tier.counts["hit"] == 6
+    assert second.policy.statistics().prefix_cache_hits == 12
+
+
+def test_blocks_behind_the_deepest_state_stay_on_the_disk():
+    files = run_one(PROMPT, run_one(PROMPT[:7], num_rows=8).files, num_rows=8).files
+    for name in [name for name in files if is_state(name) and len(files[name]) > 6]:
+        del files[name]
+    world = run_one(PROMPT, files, num_rows=8)
+    assert world.tier.counts["hit"] == 3
+    assert world.policy.statistics().prefix_cache_hits == 6
+
+
+@pytest.mark.parametrize("damage", ["gone", "bad"])
+def test_damaged_state_costs_a_computation(damage):
+    files = run_one(PROMPT, num_rows=8).files
+    for name in [name for name in files if is_state(name)]:
+        files[name] = (POISON,)
+        if damage == "gone":
+            del files[name]
+    # The second engine believes that the files are there.
+    world = World(1, files, num_rows=8)
+    world.news[0] = TierAnswer(0, is_anew=True, added=tuple({*files, *map(state_of, files)}))
+    settle(world)
+    world.admit(PROMPT)
+    world.finish()
+    world.check()
+    assert world.policy.statistics().prefix_cache_hits == 0
+
+
+def test_next_deepest_state_serves_instead_of_a_damaged_one():
+    files = run_one(PROMPT, run_one(PROMPT[:7], num_rows=8).files, num_rows=8).files
+    for name in [name for name in files if is_state(name) and len(files[name]) > 6]:
+        files[name] = (POISON,)
+    world = run_one(PROMPT, files, num_rows=8)
+    assert world.tier.counts["hit"] == 6
+    assert world.policy.statistics().prefix_cache_hits == 6
+
+
+def test_distrusted_state_is_not_fetched_again():
+    files = run_one(PROMPT, num_rows=8).files
+    world = World(1, files, num_rows=8)
+    settle(world)
+    for name in files:
+        if is_state(name):
+            world.tier.distrust(name[:-1])
+    world.admit(PROMPT)
+    world.finish()
+    assert world.policy.statistics().prefix_cache_hits == 0
 
 
 def test_prompt_is_fetched_after_a_restart():
@@ -380,14 +503,61 @@ BUGS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BUGS)
+def name_of_another_state(right):
+    """Fetch the state behind the first block in place of that behind the last one."""
+
+    def fetch(self, sought, prefix):
+        order = right(self, sought, prefix)
+        if order is None or state_of(sought.names[0]) not in self._known:
+            return order
+        return msgspec.structs.replace(order, names=(state_of(sought.names[0]),))
+
+    return fetch
+
+
+def state_offered_at_once(right):
+    def fetch(self, sought, prefix):
+        order = right(self, sought, prefix)
+        if order is not None:
+            self._states.rows.offer(order.blocks[0], sought.names[len(prefix) - 1])
+        return order
+
+    return fetch
+
+
+STATE_BUGS = {
+    "state of another block": (Tier, "_fetch_state", name_of_another_state),
+    "fetched state offered before its answer": (Tier, "_fetch_state", state_offered_at_once),
+    "every fetched state counts": (
+        Tier, "_take_in_state", lambda right: lambda self, fetch, row, answer: right(self, fetch, row, every_page_counts(answer))
+    ),
+    "row of a stored state is written": (
+        SnapshotRows, "hold", lambda right: lambda self, name: self._offered.get(name, -1)
+    ),
+}  # fmt: skip
+
+
+RARE = "every fetched state counts"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *BUGS,
+        *(name for name in STATE_BUGS if name != RARE),
+        pytest.param(RARE, marks=pytest.mark.slow),
+    ],
+)
 def test_planted_bug_is_found(name, monkeypatch):
-    method, make = BUGS[name]
-    monkeypatch.setattr(Tier, method, make(getattr(Tier, method)))
+    if name in BUGS:
+        (method, make), owner, num_rows = BUGS[name], Tier, 0
+    else:
+        (owner, method, make), num_rows = STATE_BUGS[name], 8
+    monkeypatch.setattr(owner, method, make(getattr(owner, method)))
     for seed in range(500):
         try:
-            play_lives(seed)
-        except (AssertionError, pytest.fail.Exception):
+            play_lives(seed, num_rows)
+        except (AssertionError, KeyError, pytest.fail.Exception):
             return
     pytest.fail("not found within 500 schedules")
 

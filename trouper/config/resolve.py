@@ -170,9 +170,7 @@ def resolve(
         draft_model=draft,
         structured_outputs=structured_outputs_config(args.structured_outputs_config),
         reasoning=reasoning_marks(args.reasoning_config),
-        tier=tier_config(
-            args, device, generates=pooler is None, keeps_state=keeps_state(model.hf_config)
-        ),
+        tier=tier_config(args, device, generates=pooler is None),
         scheduler=scheduler,
         **{name: getattr(args, name) for name in UNCHANGED},
     )

@@ -34,9 +34,7 @@ class TierConfig(msgspec.Struct, frozen=True):
     write_rate: int
 
 
-def tier_config(
-    args: EngineArgs, device: DeviceKind, *, generates: bool, keeps_state: bool
-) -> TierConfig | None:
+def tier_config(args: EngineArgs, device: DeviceKind, *, generates: bool) -> TierConfig | None:
     """Resolve the options of the tier, and make its folder.  Returns None without a folder.
 
     Raises:
@@ -54,7 +52,7 @@ def tier_config(
         return None
     if not folder:
         raise invalid("kv_tier_dir", "must name a folder", folder)
-    _check_support(args, device, generates=generates, keeps_state=keeps_state)
+    _check_support(args, device, generates=generates)
     if args.enable_prefix_caching is False:
         raise invalid("kv_tier_dir", "needs prefix caching: omit --no-enable-prefix-caching")
     rate = _num_bytes("kv_tier_write_rate", args.kv_tier_write_rate, 64 * 2**20)
@@ -69,9 +67,7 @@ def tier_config(
     return TierConfig(str(path), size, min_free, rate)
 
 
-def _check_support(
-    args: EngineArgs, device: DeviceKind, *, generates: bool, keeps_state: bool
-) -> None:
+def _check_support(args: EngineArgs, device: DeviceKind, *, generates: bool) -> None:
     """Refuse what a tier does not support, by name."""
     several = {
         "tensor_parallel_size": args.tensor_parallel_size,
@@ -84,8 +80,6 @@ def _check_support(
         reason = "a pooling model has no KV cache"
     elif device != "cpu":
         reason = f"not with device={device!r}"
-    elif keeps_state:
-        reason = "not with a model that keeps recurrent states"
     elif size > 1:
         reason = f"not with {name}={size}"
     if reason is not None:

@@ -70,6 +70,8 @@ class StatePool:
         parts, row_bytes = _layout(specs, dtype)
         # Not set to zeros: pages of rows that no sequence has used take no memory.
         self._rows = empty((num_rows, row_bytes), dtype=torch.uint8)
+        # The same memory, for the tier on disk.
+        self.rows = self._rows.numpy()
         # The number of tokens that the state of each row has seen.
         self.positions = empty((num_rows,), dtype=torch.int64).numpy()
         if kept is None:

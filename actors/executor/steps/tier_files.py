@@ -1,8 +1,9 @@
-"""Files of KV blocks: their format, their folder, its bound and the order in which files are removed.
+"""Files of KV blocks and recurrent states: their format, their folder, its bound and the order in which files are removed.
 
     DIR/lock                            held while a file is written or files are removed
     DIR/weights.json                    digests of weight files, by device, inode, size and time
     DIR/SPACE/NAME.PARENT               one block; NAME has 64 digits, and PARENT the first 16 of the name of the block before it
+    DIR/SPACE/NAMEff.PARENT             the recurrent state behind the block of this name, which is its parent: it is removed before it
 
 SPACE is a digest of everything that decides about KV except the tokens: weights, config, code, processor.  So two files of one path
 have the same contents, and a block is found by existence.  There is no index on the disk.
@@ -31,14 +32,15 @@ from trouper.config.tier import TierConfig
 
 Bytes = NDArray[np.uint8]
 # Magic, version, code of the payload, number of parts, bytes unpacked, bytes of the payload, space, name, sum of the unpacked bytes.
-HEAD = struct.Struct("<4sBBHQQ16s32sQ")
-MAGIC, VERSION = b"TRKV", 1
+# The name of a block ends with a zero, that of a state with its kind.
+HEAD = struct.Struct("<4sBBHQQ16s33sQ")
+MAGIC, VERSION, NAME_BYTES = b"TRKV", 2, 33
 # The sum of the head and of the sizes behind it.
 HEAD_SUM = struct.Struct("<I")
 HEAD_BYTES = HEAD.size + HEAD_SUM.size
 # The codes of a payload: the values as they are, and bfloat16 in twelve bits (`kernels/cpu/pack_kv.py`).
 RAW, PACKED = 0, 12
-FILE_NAME = re.compile(r"([0-9a-f]{64})\.([0-9a-f]{16})")
+FILE_NAME = re.compile(r"([0-9a-f]{64}(?:ff)?)\.([0-9a-f]{16})")
 FIRST_PARENT = "0" * 16
 # Files of all spaces: their entries take 40 MB.
 MAX_FILES = 2**17
@@ -73,8 +75,8 @@ class Checksum:
         self._room = np.empty_like(self._multipliers)
 
     def of(self, data: Bytes, name: bytes) -> int:
-        """Sum up the data of the block with this name."""
-        total = int.from_bytes(name[:8], "little") ^ len(data)
+        """Sum up the data of the block or state with this name."""
+        total = int.from_bytes(name[:8], "little") ^ int.from_bytes(name[32:]) << 56 ^ len(data)
         num_words = len(data) // 8
         words = data[: 8 * num_words].view(np.uint64)
         for start in range(0, num_words, len(self._room)):
@@ -127,7 +129,7 @@ def decode(data: bytes | bytearray, space: bytes, name: bytes, num_raw: int) -> 
         raise RefusedError("size")
     if HEAD_SUM.unpack_from(data, end)[0] != zlib.crc32(memoryview(data)[:end]):
         raise RefusedError("sum")
-    if its_space != space or its_name != name:
+    if its_space != space or its_name != name.ljust(NAME_BYTES, b"\0"):
         raise RefusedError("name")
     sizes = np.frombuffer(data, "<u4", num_parts, HEAD.size).astype(np.uint32)
     payload = np.frombuffer(data, np.uint8, num_payload, start)
@@ -191,16 +193,16 @@ class TierEntry(msgspec.Struct):
     marked_s: float
 
 
-# A space, and the first 16 digits of a name.
+# A space, and the first 16 digits of a name, with the kind of a state.
 Key = tuple[str, str]
 
 
 def key_of(space: str, name: bytes) -> Key:
-    """Return the key of a block in the index.
+    """Return the key of a block or state in the index.
 
     64 bits of a name are enough: the second of two blocks with one key would not be stored.
     """
-    return space, name.hex()[:16]
+    return space, name[:8].hex() + name[32:].hex()
 
 
 def removals(entries: dict[Key, TierEntry], num_bytes: int, num_files: int = 0) -> list[Key]:

@@ -1,7 +1,7 @@
-"""The thread of a device that moves KV blocks between its memory and the tier on disk.
+"""The thread of a device that moves KV blocks and recurrent states between its memory and the tier on disk.
 
 The disk may be slow or hang, so nothing ever waits for this thread.  It copies a block into or out of the device's memory under a lock,
-which takes a millisecond, and it waits for the disk without the lock.
+which takes a millisecond, or a few for a large state, and it waits for the disk without the lock.
 
 Laws:
 1. Orders come from the thread that runs the plans, between two plans.  So a page that a fetch overwrites is written by no earlier plan.
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from trouper.actors.executor.steps.kv_memory import KVCache
+from trouper.actors.executor.steps.state_memory import StatePool
 from trouper.actors.executor.steps.tier_files import (
     HEAD_BYTES,
     MAX_PARTS,
@@ -33,7 +34,7 @@ from trouper.actors.executor.steps.tier_files import (
     TierDisk,
     TierFolder,
 )
-from trouper.actors.messages.steps import TierAnswer, TierOrder
+from trouper.actors.messages.steps import TierAnswer, TierOrder, is_state
 from trouper.config.tier import TierConfig
 from trouper.errors import invalid
 from trouper.kernels.cpu.pack_kv import KvCodec, can_pack
@@ -99,6 +100,28 @@ class Pages:
             start = end
 
 
+class StateRows:
+    """The rows of a state pool as bytes: how many tokens the state has seen, and the state."""
+
+    # States are float32, and are stored as they are.
+    codec = None
+
+    def __init__(self, states: StatePool) -> None:
+        self._rows, self._positions = states.rows, states.positions
+        self._head = self._positions.itemsize
+        self.num_bytes = self._head + self._rows.shape[1]
+
+    def copy_out(self, row: int, raw: Bytes) -> None:
+        """Copy a row to `raw`."""
+        raw[: self._head] = self._positions[row : row + 1].view(np.uint8)
+        raw[self._head :] = self._rows[row]
+
+    def copy_in(self, row: int, raw: Bytes) -> None:
+        """Overwrite a row with `raw`."""
+        self._rows[row] = raw[self._head :]
+        self._positions[row : row + 1] = raw[: self._head].view(self._positions.dtype)
+
+
 class TierThread:
     """Performs orders one after another, fetches before stores.  It opens the folder while the model is loaded.
 
@@ -119,6 +142,7 @@ class TierThread:
         self._fetches: deque[TierOrder] = deque()
         self._others: deque[TierOrder] = deque()
         self._pages: Pages | None = None
+        self._states: StateRows | None = None
         self._generation = 0
         self._is_closing = False
         # Whether the folder must be opened, again after a change of the weights.
@@ -154,24 +178,25 @@ class TierThread:
             self._changed.notify()
         self._is_known.wait(OPEN_S)
 
-    def attach(self, kv: KVCache, block_size: int) -> None:
+    def attach(self, kv: KVCache, block_size: int, states: StatePool | None = None) -> None:
         """Use this memory from now on.
 
         Raises:
-            TrouperValidationError: a block is larger than the bound of the folder.
+            TrouperValidationError: a block or a state is larger than the bound of the folder.
         """
-        pages = Pages(kv, block_size)
-        if pages.num_bytes + HEAD_BYTES > self._config.max_bytes:
-            rule = f"has no room for one block of {pages.num_bytes} bytes"
-            raise invalid("kv_tier_size", rule, self._config.max_bytes)
+        pages, rows = Pages(kv, block_size), None if states is None else StateRows(states)
+        for label, memory in (("block", pages), ("state", rows)):
+            if memory is not None and memory.num_bytes + HEAD_BYTES > self._config.max_bytes:
+                rule = f"has no room for one {label} of {memory.num_bytes} bytes"
+                raise invalid("kv_tier_size", rule, self._config.max_bytes)
         with self._changed:
-            self._pages = pages
+            self._pages, self._states = pages, rows
             self._changed.notify()
 
     def detach(self) -> None:
         """Touch the memory no more.  Earlier orders are answered as not done."""
         with self._changed:
-            self._pages = None
+            self._pages = self._states = None
             # The weights may be other ones when there is memory again.
             self._is_stale = True
             dropped = self._forget()
@@ -195,7 +220,7 @@ class TierThread:
     def close(self) -> None:
         """End the thread after the file in progress, or leave it behind if the disk hangs."""
         with self._changed:
-            self._pages = self._answer = None
+            self._pages = self._states = self._answer = None
             self._forget()
             self._is_closing = True
             self._changed.notify()
@@ -297,16 +322,20 @@ class TierThread:
                 pass
         return 0
 
+    def _memory_of(self, name: bytes) -> Pages | StateRows | None:
+        """Return the memory in which the block or state of this name is, if there is any now."""
+        return self._states if is_state(name) else self._pages
+
     def _store(self, folder: TierFolder, order: TierOrder, generation: int) -> int:
         block, name = order.blocks[0], order.names[0]
-        pages = self._pages
+        pages = self._memory_of(name)
         if pages is None:
             return 0
         raw = self._room(pages)
         if name in folder and self._read(folder, pages, name, raw):
             return 1
         with self._changed:
-            if self._pages is not pages or generation != self._generation:
+            if self._memory_of(name) is not pages or generation != self._generation:
                 return 0
             pages.copy_out(block, raw)
         try:
@@ -319,20 +348,20 @@ class TierThread:
         return 1
 
     def _fetch(self, folder: TierFolder, block: int, name: bytes, generation: int) -> bool:
-        pages = self._pages
+        pages = self._memory_of(name)
         if pages is None:
             return False
         raw = self._room(pages)
         if not self._read(folder, pages, name, raw):
             return False
         with self._changed:
-            if self._pages is not pages or generation != self._generation:
+            if self._memory_of(name) is not pages or generation != self._generation:
                 return False
             pages.copy_in(block, raw)
         return True
 
-    def _read(self, folder: TierFolder, pages: Pages, name: bytes, raw: Bytes) -> bool:
-        """Read a block.  Returns False, and removes the file, if it does not match."""
+    def _read(self, folder: TierFolder, pages: Pages | StateRows, name: bytes, raw: Bytes) -> bool:
+        """Read a block or a state.  Returns False, and removes the file, if it does not match."""
         try:
             packed = folder.read(name, len(raw))
             self._unpack(pages, packed, raw)
@@ -344,12 +373,12 @@ class TierThread:
             return False
         return True
 
-    def _room(self, pages: Pages) -> Bytes:
-        if len(self._raw) != pages.num_bytes:
+    def _room(self, pages: Pages | StateRows) -> Bytes:
+        if len(self._raw) < pages.num_bytes:
             self._raw = np.empty(pages.num_bytes, np.uint8)
-        return self._raw
+        return self._raw[: pages.num_bytes]
 
-    def _pack(self, pages: Pages, raw: Bytes, name: bytes) -> PackedBlock:
+    def _pack(self, pages: Pages | StateRows, raw: Bytes, name: bytes) -> PackedBlock:
         checksum = self._checksum.of(raw, name)
         if pages.codec is not None:
             payload, sizes = pages.codec.pack(raw)
@@ -357,7 +386,7 @@ class TierThread:
                 return PackedBlock(PACKED, sizes, payload, len(raw), checksum)
         return PackedBlock(RAW, np.empty(0, np.uint32), raw, len(raw), checksum)
 
-    def _unpack(self, pages: Pages, packed: PackedBlock, raw: Bytes) -> None:
+    def _unpack(self, pages: Pages | StateRows, packed: PackedBlock, raw: Bytes) -> None:
         if packed.code == PACKED and pages.codec is not None:
             if not pages.codec.unpack(packed.payload, packed.sizes, raw):
                 raise RefusedError("size")

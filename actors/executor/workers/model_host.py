@@ -192,7 +192,7 @@ class ModelHost:
         runner = self._runner
         assert isinstance(runner, CpuRunner), "the options of a tier are checked before"
         if (kv := runner.kv_cache) is not None:
-            self._tier.attach(kv, self._config.block_size)
+            self._tier.attach(kv, self._config.block_size, runner.states)
 
     def order_tier(self, order: TierOrder) -> None:
         """Queue an order for the tier, behind the plans that have run."""

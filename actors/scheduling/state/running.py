@@ -11,9 +11,11 @@ Laws:
    sequence runs, and it runs to its end.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from trouper.actors.messages.requests import SequenceId
+from trouper.actors.messages.steps import state_of
 from trouper.actors.scheduling.state.kv_blocks import FIRST_PARENT, KVBlocks
 from trouper.actors.scheduling.state.sequence import Sequence, State
 from trouper.actors.scheduling.state.state_snapshots import NO_ROW, StateSnapshots
@@ -143,7 +145,7 @@ class Running:
             if source
         )
         if self.states is not None:
-            self.states.begin(sequence, start, prefix.row)
+            self._keep_states(sequence, self.states.begin(sequence, start, prefix.row))
         num_shared = len(shared) // self._num_groups
         if self.windows is not None:
             self.windows.begin(sequence, num_shared, prefix.junction)
@@ -331,6 +333,18 @@ class Running:
             self.states.leave(sequence)
         self._blocks.free(sequence.blocks)
         sequence.blocks = []
+
+    def land(self, sequence: Sequence, end: int) -> None:
+        """Offer what a sequence has computed up to position `end`: its full blocks and its saved states."""
+        self.register(sequence)
+        if self.states is not None:
+            self._keep_states(sequence, self.states.land(sequence, end))
+
+    def _keep_states(self, sequence: Sequence, names: Iterable[bytes]) -> None:
+        """Offer states to the tier by the names of their blocks.  Guesses are written when a prompt has begun with one."""
+        if self._tier is not None and _has_lasting_names(sequence):
+            for name in names:
+                self._tier.offer(state_of(name), name)
 
     def register(self, sequence: Sequence) -> None:
         """Offer the full and computed blocks of a sequence as a prefix.

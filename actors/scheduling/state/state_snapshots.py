@@ -5,11 +5,12 @@ Row i belongs to request slot i. The rows behind the slots are snapshots: each c
 hash of the block that ends there, or it is held for the siblings of one request (a *fork*).
 
 Laws:
-1. A row is free, pending (a step in flight writes it), offered under a hash, or a fork.
+1. A row is free, pending (a step in flight or a fetch from the tier writes it), offered under a hash, or a fork.
 2. A row is offered only after the step that wrote it was answered, under the hash of the position for which it was planned.
 3. A hit consists of the longest run of cached blocks whose last block has a snapshot. Without a snapshot there is no hit.
 4. A row that is given back may still be written by a step in flight. Steps run in order, so its next owner writes later.
 5. Rows are never a reason to wait: without a row, a state is not saved.
+6. While the tier on disk holds a row, nothing writes to it. It may be withdrawn, but it is free only after `release`.
 
 Rows are few and large, so they are written rarely: at the last boundary before the last known token, at the boundary up to which
 others have computed the prompt's KV (a *junction*), and else after `interval` tokens. A step writes them while it computes a chunk, so
@@ -26,7 +27,7 @@ is due (`next_save`), and a step without drafts in flight ends exactly there.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from typing import Any, NamedTuple
 
@@ -53,6 +54,9 @@ class SnapshotRows:
         self._offered: OrderedDict[bytes, int] = OrderedDict()
         # Those of them that no prompt has begun with; the oldest first.
         self._guesses: OrderedDict[bytes, None] = OrderedDict()
+        # Rows that the tier on disk reads, and those of them that are not offered any more.
+        self._held: set[int] = set()
+        self._withdrawn: set[int] = set()
         self.num_saves = self.num_evictions = 0
 
     @property
@@ -104,15 +108,20 @@ class SnapshotRows:
             return NO_ROW
         if self._free:
             row = self._free.pop()
-        elif self._guesses or (self._offered and not is_guess):
-            oldest = next(iter(self._guesses or self._offered))
+        else:
+            oldest = self._oldest(self._guesses)
+            if oldest is None and not is_guess:
+                oldest = self._oldest(self._offered)
+            if oldest is None:
+                return NO_ROW
             row = self._offered[oldest]
             self._forget(oldest)
             self.num_evictions += 1
-        else:
-            return NO_ROW
         self.num_saves += 1
         return row
+
+    def _oldest(self, names: Iterable[bytes]) -> bytes | None:
+        return next((name for name in names if self._offered[name] not in self._held), None)
 
     def offer(self, row: int, name: bytes, *, is_guess: bool = False) -> None:
         """Offer a row that a step has written.
@@ -140,24 +149,45 @@ class SnapshotRows:
         row = self._offered.get(name)
         if row is not None:
             self._forget(name)
+            if row in self._held:
+                self._withdrawn.add(row)
+            else:
+                self._free.append(row)
+
+    def hold(self, name: bytes) -> int:
+        """Keep the row of an offered snapshot unchanged until `release`. Returns -1 if there is none, or if it is held already."""
+        row = self._offered.get(name, NO_ROW)
+        if row in self._held:
+            return NO_ROW
+        if row >= 0:
+            self._held.add(row)
+        return row
+
+    def release(self, row: int) -> None:
+        """Let a held row be written again."""
+        self._held.remove(row)
+        if row in self._withdrawn:
+            self._withdrawn.remove(row)
             self._free.append(row)
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._offered
 
     def _forget(self, name: bytes) -> None:
         del self._offered[name]
         self._guesses.pop(name, None)
 
-    def withdraw(self, row: int) -> None:
-        """Free a row if it is offered. Takes O(rows), and is called after failures only."""
-        for name, offered in self._offered.items():
-            if offered == row:
-                self.drop(name)
-                break
+    def withdraw(self, row: int) -> bytes | None:
+        """Free a row, and return its name, if it is offered. Takes O(rows), and is called after failures only."""
+        name = next((name for name, offered in self._offered.items() if offered == row), None)
+        if name is not None:
+            self.drop(name)
+        return name
 
     def reset(self) -> None:
         """Free all snapshots."""
-        self._free.extend(self._offered.values())
-        self._offered.clear()
-        self._guesses.clear()
+        for name in list(self._offered):
+            self.drop(name)
 
 
 class StateHit(NamedTuple):
@@ -233,10 +263,13 @@ class StateSnapshots:
         """
         return self._forks.get(request.admit.id, NO_ROW)
 
-    def begin(self, sequence: Sequence, start: int, row: int) -> None:
+    def begin(self, sequence: Sequence, start: int, row: int) -> list[bytes]:
         """Note that a sequence begins at a position, with the state of a row unless it is -1.
 
         The device copies that row into the slot before the sequence's first step.
+
+        Returns:
+            The name of the snapshot, if it is one. It is no guess any more.
         """
         marks = sequence.marks
         marks.restore, marks.last_saved = row, start
@@ -244,7 +277,10 @@ class StateSnapshots:
             self.num_state_misses += marks.junction - start
         if row >= 0 and start % self._block_size == 0 and row != self.fork_row(sequence.request):
             self.num_hits += 1
-            self.rows.touch(sequence.hashes[start // self._block_size - 1])
+            name = sequence.hashes[start // self._block_size - 1]
+            self.rows.touch(name)
+            return [name]
+        return []
 
     # What is saved
 
@@ -332,25 +368,31 @@ class StateSnapshots:
 
     # What becomes of it
 
-    def land(self, sequence: Sequence, end: int) -> None:
+    def land(self, sequence: Sequence, end: int) -> list[bytes]:
         """Note that the step which brought a running sequence to position `end` was answered.
 
         Its saved states exist now, and all tokens up to `end` are known, so they are offered.
+
+        Returns:
+            The names of snapshots that are no guesses.
         """
-        marks = sequence.marks
+        marks, found = sequence.marks, list[bytes]()
         marks.restore = NO_ROW
         if not marks.saving:
-            return
+            return found
         for position in [position for position in marks.saving if position <= end]:
             row = marks.saving.pop(position)
             if position == self._fork_point(sequence):
                 self._forks[sequence.request.admit.id] = row
             elif self._has_cache and position % self._block_size == 0:
-                name = self._name(sequence, position)
-                self.rows.offer(row, name, is_guess=self._is_guess(sequence, position))
+                name, is_guess = self._name(sequence, position), self._is_guess(sequence, position)
+                self.rows.offer(row, name, is_guess=is_guess)
+                if not is_guess:
+                    found.append(name)
             else:
                 # The siblings have ended meanwhile.
                 self.rows.give_back(row)
+        return found
 
     def undo(self, sequence: Sequence) -> None:
         """Give back the rows that cancelled steps would have written.
@@ -370,12 +412,12 @@ class StateSnapshots:
         marks.saving.clear()
         marks.restore = NO_ROW
 
-    def distrust(self, sequence: Sequence) -> None:
-        """Withdraw the snapshot with which a sequence began, because its first step failed.
+    def distrust(self, sequence: Sequence) -> bytes | None:
+        """Withdraw the snapshot with which a sequence began, because its first step failed, and return its name.
 
         Otherwise a bad snapshot would fail every sequence that begins with it.
         """
-        self.rows.withdraw(sequence.marks.restore)
+        return self.rows.withdraw(sequence.marks.restore)
 
     def note_start(self, request: Request) -> None:
         """Give the fork of a request back when its last sibling has started."""

@@ -9,6 +9,8 @@ Laws:
 2. No sequence waits without an end.  It waits for a fetch until its deadline: at most the time of computing the same tokens.
 3. The tier never takes a block from a sequence.  It takes free blocks down to a reserve, and gives them back when blocks are short.
 4. A missing name is not fetched again until the device reports it anew.  So the fetches for a sequence end.
+5. A recurrent state is on the disk under the name of the block that it follows.  A sequence that needs one waits only for blocks up to the
+   deepest state that is in memory or on the disk, since it cannot begin behind it.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -16,11 +18,12 @@ from typing import Any
 
 import msgspec
 
-from trouper.actors.messages.steps import TierAnswer, TierOrder
+from trouper.actors.messages.steps import TierAnswer, TierOrder, is_state, state_of
 from trouper.actors.scheduling.state.kv_blocks import FIRST_PARENT, KVBlocks
 from trouper.actors.scheduling.state.sequence import Sequence, State
+from trouper.actors.scheduling.state.state_snapshots import StateSnapshots
 
-# Orders to store without an answer.  Each holds a block.
+# Orders to store without an answer.  Each holds a block, or one of them the row of a state: rows are few.
 MAX_STORES = 4
 # Names that wait to be stored: 4,096 of 200 bytes.  Later ones are not stored.
 MAX_QUEUED = 4096
@@ -57,29 +60,41 @@ class _Sought(msgspec.Struct, eq=False):
     deadline_s: float | None = None
     # Fetches may begin at this block or behind.
     first: int = 0
+    # Blocks and states to fetch, and blocks that need not be computed then.
+    num_blocks: int = 0
+    num_states: int = 0
+    num_gained: int = 0
 
 
 class _Fetch(msgspec.Struct, eq=False):
-    """The fetch under way: its own blocks, and the blocks of the prefix in front of them, held together."""
+    """The fetch under way: its own blocks, and the blocks of the prefix in front of them, held together.
+
+    The fetch of a state has the row to which it is written in place of blocks.
+    """
 
     number: int
     sought: _Sought
     prefix: list[int]
     blocks: list[int]
     names: tuple[bytes, ...]
+    row: int | None = None
 
 
 class Tier:
-    """The queues and the orders of one replica, and the names of the blocks on its disk."""
+    """The queues and the orders of one replica, and the names of the blocks on its disk.
 
-    def __init__(self, blocks: KVBlocks) -> None:
-        self._blocks = blocks
+    Args:
+        states: None if the model keeps only keys and values.
+    """
+
+    def __init__(self, blocks: KVBlocks, states: StateSnapshots | None = None) -> None:
+        self._blocks, self._states = blocks, states
         # Until the device has found out what is on the disk, nothing is ordered.
         self.is_open = False
         self._known: set[bytes] = set()
         # Name to parent, the first one is stored next.
         self._queue: OrderedDict[bytes, bytes] = OrderedDict()
-        # By the number of the order: the block, its name and its parent's.
+        # By the number of the order: the block or the row, its name and its parent's.
         self._stores: dict[int, tuple[int, bytes, bytes]] = {}
         self._sought: deque[_Sought] = deque()
         self._fetch: _Fetch | None = None
@@ -92,8 +107,8 @@ class Tier:
         # Sequences that wait no longer, until `take_free`.
         self._free: list[Sequence] = []
         self._number = 0
-        # Averages: seconds to fetch a block, and to compute a token.
-        self._block_s = self._token_s = 0.0
+        # Averages: seconds to fetch a block or a state, and to compute a token.
+        self._block_s = self._state_s = self._token_s = 0.0
         # The longest of the latest steps.
         self._step_s = 0.0
         self.counts: Counter[str] = Counter()
@@ -134,7 +149,7 @@ class Tier:
         """Queue a new cached prefix, to store it.
 
         Args:
-            parent: the name of the block before it, or `FIRST_PARENT`.
+            parent: the name of the block before it, or `FIRST_PARENT`; of a state, the name of its block.
         """
         if name in self._known or name in self._queue:
             return
@@ -142,6 +157,11 @@ class Tier:
             self.skipped["full"] += 1
             return
         self._queue[name] = parent
+
+    def distrust(self, name: bytes) -> None:
+        """Fetch the state behind this block no more, because a step that began with it has failed."""
+        self._known.discard(state_of(name))
+        self._queue.pop(state_of(name), None)
 
     def note_computed(self, num_tokens: int, seconds: float) -> None:
         """Learn the duration of steps, and from steps with prompts the time of computing a token."""
@@ -155,15 +175,42 @@ class Tier:
             return False
         size = self._blocks.block_size
         names = sequence.hash_blocks((sequence.num_tokens - 1) // size, size)
-        num_cached = len(self._blocks.match(names))
-        count = self._count_known(names, num_cached)
-        self.counts["miss"] += len(names) - num_cached - count
-        if num_cached + count:
-            self._touch(names[num_cached + count - 1])
-        if not count or not self._is_worth(count):
+        num_cached, usable, reach = self._reach(names)
+        self.counts["miss"] += len(names) - reach
+        if reach:
+            last = names[reach - 1]
+            self._touch(state_of(last) if state_of(last) in self._known else last)
+        sought = _Sought(
+            sequence,
+            names,
+            first=num_cached,
+            num_blocks=max(0, reach - num_cached),
+            num_states=int(reach > usable and not self._is_ready(names, reach)),
+            num_gained=reach - usable,
+        )
+        if reach <= usable or not self._is_worth(sought):
             return False
-        self._sought.append(_Sought(sequence, names, first=num_cached))
+        self._sought.append(sought)
         return True
+
+    def _reach(self, names: list[bytes]) -> tuple[int, int, int]:
+        """Return how many blocks are cached, behind how many a sequence can begin now, and behind how many after fetches."""
+        num_cached = len(self._blocks.match(names))
+        reach = num_cached + self._count_known(names, num_cached)
+        if self._states is None:
+            return num_cached, num_cached, reach
+        usable = self._states.hit(names, num_cached).num_blocks
+        while (
+            reach > usable
+            and not self._is_ready(names, reach)
+            and state_of(names[reach - 1]) not in self._known
+        ):
+            reach -= 1
+        return num_cached, usable, reach
+
+    def _is_ready(self, names: list[bytes], count: int) -> bool:
+        """Whether a sequence can begin behind this many blocks as soon as they are in memory."""
+        return self._states is None or names[count - 1] in self._states.rows
 
     def _count_known(self, names: list[bytes], start: int) -> int:
         end = start
@@ -171,18 +218,25 @@ class Tier:
             end += 1
         return end - start
 
-    def _is_worth(self, count: int) -> bool:
-        """Whether fetching this many blocks is quicker than computing them, as far as both rates are known."""
+    def _is_worth(self, sought: _Sought) -> bool:
+        """Whether a fetch is quicker than computing, as far as the rates are known."""
         fetch = self._fetch
         if fetch is not None and not fetch.sought.is_parked:
             # Its deadline has passed: the disk hangs or is slow.
             self.skipped["deadline"] += 1
             return False
-        if self._token_s and self._block_s > WORTH * self._token_s * self._blocks.block_size:
+        if self._token_s and self._fetch_s(sought) > WORTH * self._compute_s(sought):
             self._block_s *= FORGET
+            self._state_s *= FORGET
             self.skipped["slow"] += 1
             return False
-        return count > 0
+        return True
+
+    def _fetch_s(self, sought: _Sought) -> float:
+        return self._block_s * sought.num_blocks + self._state_s * sought.num_states
+
+    def _compute_s(self, sought: _Sought) -> float:
+        return self._token_s * self._blocks.block_size * sought.num_gained
 
     def _touch(self, name: bytes) -> None:
         if name in self._known:
@@ -205,18 +259,29 @@ class Tier:
             self._barrier = None
         stored = self._stores.pop(answer.number, None)
         if stored is not None:
-            block, name, _ = stored
-            self._blocks.free([block])
+            _, name, _ = stored
+            self._let_go(*stored[:2])
             if answer.num_done:
                 self._known.add(name)
-                self.counts["stored"] += 1
+                self.counts["stored"] += not is_state(name)
         fetch = self._fetch
         if fetch is not None and fetch.number == answer.number:
             self._take_in(fetch, answer)
 
+    def _let_go(self, place: int, name: bytes) -> None:
+        """Release what an order to store holds."""
+        if is_state(name):
+            assert self._states is not None
+            self._states.rows.release(place)
+        else:
+            self._blocks.free([place])
+
     def _take_in(self, fetch: _Fetch, answer: TierAnswer) -> None:
         """Offer what was fetched as a prefix, and go on with the rest of the same sequence."""
         self._fetch, count, sought = None, answer.num_done, fetch.sought
+        if fetch.row is not None:
+            self._take_in_state(fetch, fetch.row, answer)
+            return
         for block, name in zip(fetch.blocks[:count], fetch.names, strict=False):
             self._blocks.register(block, name)
         self._blocks.free(fetch.prefix + fetch.blocks)
@@ -229,7 +294,30 @@ class Tier:
             self._known.difference_update(sought.names[start:])
             self.counts["miss"] += 1
         sought.first = len(fetch.prefix) + max(1, count)
-        if count < len(fetch.names) or not self._count_known(sought.names, sought.first):
+        self._end_if_ready(sought)
+
+    def _take_in_state(self, fetch: _Fetch, row: int, answer: TierAnswer) -> None:
+        """Offer a fetched state.  If it was not there, the sequence may begin with one that follows fewer blocks."""
+        states, (state,) = self._states, fetch.names
+        assert states is not None
+        name = fetch.sought.names[len(fetch.prefix) - 1]
+        if answer.num_done and self._blocks.find(name) is not None:
+            states.rows.offer(row, name)
+        else:
+            states.rows.give_back(row)
+        self._blocks.free(fetch.prefix)
+        if answer.seconds > 0:
+            self._state_s = _average(self._state_s, answer.seconds)
+        if answer.num_done:
+            self._end(fetch.sought)
+        else:
+            self._known.discard(state)
+            self._end_if_ready(fetch.sought)
+
+    def _end_if_ready(self, sought: _Sought) -> None:
+        """Look for no more blocks of a sequence if there are none with which it could begin later."""
+        _, usable, reach = self._reach(sought.names)
+        if reach <= usable:
             self._end(sought)
 
     def _end(self, sought: _Sought) -> None:
@@ -248,37 +336,41 @@ class Tier:
             if sought.is_parked and sought.deadline_s is not None and sought.deadline_s <= now:
                 self.skipped["deadline"] += 1
                 self._release(sought)
-                if self._fetch is not None and self._fetch.sought is sought:
+                fetch = self._fetch
+                if fetch is not None and fetch.sought is sought:
                     # At least this slow: `expire` is called at the deadline.
-                    self._block_s = max(self._block_s, self._token_s * self._blocks.block_size)
+                    if fetch.row is None:
+                        self._block_s = max(self._block_s, self._token_s * self._blocks.block_size)
+                    else:
+                        self._state_s = max(self._state_s, self._compute_s(sought))
 
     # What the device shall do
 
     def take_orders(self, now: float) -> list[TierOrder]:
         """Return the orders to send before the next plan, and start the clocks of the sequences that wait."""
         orders = self.take_cancel()
-        num_ahead = 0
+        ahead_s = 0.0
         for sought in self._sought:
-            num_blocks = len(sought.names) - sought.first
-            num_ahead += num_blocks
+            ahead_s += self._fetch_s(sought)
             if sought.deadline_s is None:
-                sought.deadline_s = now + self._patience_s(num_blocks, num_ahead)
+                sought.deadline_s = now + self._patience_s(sought, ahead_s)
         if not self.is_open or self._barrier is not None:
             return orders
         while self._queue and len(self._stores) < MAX_STORES:
             name, parent = self._queue.popitem(last=False)
-            found = self._blocks.match([name])
-            if not found or name in self._known:
+            if name in self._known:
                 continue
-            if self._blocks.num_idle(found) and not self._num_spare():
+            place = self._hold_state(parent) if is_state(name) else self._hold_block(name)
+            if place is None:
                 self._queue[name] = parent
                 self._queue.move_to_end(name, last=False)
                 break
-            self._blocks.share(found)
+            if place < 0:
+                continue
             order = self._order(
-                "store", (found[0],), (name,), b"" if parent == FIRST_PARENT else parent
+                "store", (place,), (name,), b"" if parent == FIRST_PARENT else parent
             )
-            self._stores[order.number] = found[0], name, parent
+            self._stores[order.number] = place, name, parent
             orders.append(order)
         while self._touched and len(self._touches) < MAX_TOUCHES:
             name, _ = self._touched.popitem(last=False)
@@ -288,14 +380,31 @@ class Tier:
             orders.append(order)
         return orders
 
-    def _patience_s(self, num_blocks: int, num_ahead: int) -> float:
-        """Return how long a sequence waits for this many blocks.
+    def _hold_block(self, name: bytes) -> int | None:
+        """Hold a block to store it.  Returns -1 if it is not cached any more, and None while too few blocks are free."""
+        found = self._blocks.match([name])
+        if found and self._blocks.num_idle(found) and not self._num_spare():
+            return None
+        self._blocks.share(found)
+        return found[0] if found else -1
+
+    def _hold_state(self, name: bytes) -> int | None:
+        """Hold the row of the state behind a block.  Returns -1 if it is gone, or its block is not stored, and None during another one."""
+        under_way = {stored for _, stored, _ in self._stores.values()}
+        if any(map(is_state, under_way)):
+            return None
+        if self._states is None or not (name in self._known or name in under_way):
+            return -1
+        return self._states.rows.hold(name)
+
+    def _patience_s(self, sought: _Sought, ahead_s: float) -> float:
+        """Return how long a sequence waits for what it looks for.
 
         Args:
-            num_ahead: the same blocks, and those of the sequences in front.
+            ahead_s: the time of fetching it and what the sequences in front look for.
         """
-        computing_s = self._token_s * self._blocks.block_size * num_blocks or FIRST_DEADLINE_S
-        fetching_s = PATIENCE * self._block_s * num_ahead or computing_s
+        computing_s = self._compute_s(sought) or FIRST_DEADLINE_S
+        fetching_s = PATIENCE * ahead_s or computing_s
         # The device takes an order behind the plans in flight.
         fetching_s += 2 * self._step_s
         return max(LEAST_DEADLINE_S, min(fetching_s, computing_s))
@@ -311,28 +420,49 @@ class Tier:
         return TierOrder(self._number, kind, blocks, names, parent)
 
     def _next_fetch(self) -> TierOrder | None:
-        """Order the next blocks of the first sequence that still needs them."""
+        """Order what is next for the first sequence that still needs something."""
         for sought in list(self._sought):
-            blocks, names = self._blocks, sought.names
-            is_waiting = sought.sequence.state in (State.WAITING, State.PREEMPTED)
-            prefix = blocks.match(names)
-            start = len(prefix)
-            count = min(MAX_FETCH, self._count_known(names, start))
-            # Its blocks may have been reused since; they are not fetched twice.
-            if not is_waiting or start < sought.first or not count:
-                self._end(sought)
-                continue
-            blocks.share(prefix)
-            fresh = blocks.allocate(min(count, self._num_spare()))
-            if not fresh:
-                blocks.free(prefix)
-                self.skipped["full"] += 1
-                self._end(sought)
-                continue
-            order = self._order("fetch", tuple(fresh), tuple(names[start : start + len(fresh)]))
-            self._fetch = _Fetch(order.number, sought, prefix, fresh, order.names)
-            return order
+            if (order := self._fetch_for(sought)) is not None:
+                return order
+            self._end(sought)
         return None
+
+    def _fetch_for(self, sought: _Sought) -> TierOrder | None:
+        """Order the next blocks of a sequence, or the state behind them.  Returns None if that is not possible or has no use."""
+        if sought.sequence.state not in (State.WAITING, State.PREEMPTED):
+            return None
+        blocks, names = self._blocks, sought.names
+        _, usable, reach = self._reach(names)
+        if reach <= usable:
+            return None
+        prefix = blocks.match(names[:reach])
+        start = len(prefix)
+        if start == reach:
+            return self._fetch_state(sought, prefix)
+        # Its blocks may have been reused since; they are not fetched twice.
+        if start < sought.first:
+            return None
+        blocks.share(prefix)
+        fresh = blocks.allocate(min(MAX_FETCH, reach - start, self._num_spare()))
+        if not fresh:
+            blocks.free(prefix)
+            self.skipped["full"] += 1
+            return None
+        order = self._order("fetch", tuple(fresh), tuple(names[start : start + len(fresh)]))
+        self._fetch = _Fetch(order.number, sought, prefix, fresh, order.names)
+        return order
+
+    def _fetch_state(self, sought: _Sought, prefix: list[int]) -> TierOrder | None:
+        assert self._states is not None
+        name = sought.names[len(prefix) - 1]
+        row = self._states.rows.take(name)
+        if row < 0:
+            self.skipped["full"] += 1
+            return None
+        self._blocks.share(prefix)
+        order = self._order("fetch", (row,), (state_of(name),))
+        self._fetch = _Fetch(order.number, sought, prefix, [], order.names, row)
+        return order
 
     def _num_spare(self) -> int:
         free = self._blocks.num_free
@@ -375,14 +505,16 @@ class Tier:
         self.is_open = False
 
     def _drop(self) -> None:
-        for block, name, parent in reversed(self._stores.values()):
-            self._blocks.free([block])
+        for place, name, parent in reversed(self._stores.values()):
+            self._let_go(place, name)
             self._queue[name] = parent
             self._queue.move_to_end(name, last=False)
         self._stores.clear()
-        if self._fetch is not None:
-            self._blocks.free(self._fetch.prefix + self._fetch.blocks)
-            self._fetch = None
+        fetch, self._fetch = self._fetch, None
+        if fetch is not None:
+            self._blocks.free(fetch.prefix + fetch.blocks)
+            if fetch.row is not None and self._states is not None:
+                self._states.rows.give_back(fetch.row)
         for sought in self._sought:
             self._release(sought)
         self._sought.clear()
