@@ -1,15 +1,11 @@
-"""Put load on an OpenAI-compatible server and measure what its clients observe.
+"""Put load on an OpenAI-compatible server, which it can also start, and measure what its clients observe.
 
 Arrival times follow vLLM's serving benchmark: gamma-distributed gaps (a Poisson process for burstiness 1), scaled so
 that the last request arrives after exactly num / rate seconds. A request is sent at its time even if earlier ones are
 slow, because real clients do not wait for each other either.
 
-Send one streaming request to an OpenAI-compatible server and time it.
-
 The client shares the machine with the server, so it must be cheap: it splits the bytes at line ends and decodes only
 the fields below, which takes about 1 µs per event.
-
-Start servers on this machine, to be measured by a benchmark.
 """
 
 import json

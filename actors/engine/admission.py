@@ -1,10 +1,8 @@
-"""Limits on the open requests of an engine, so that a flood of requests is refused instead of using all memory.
+"""Refuse requests that the engine cannot take: beyond its limits, or for a replica that does not exist.
 
-`max_num_queued_reqs` counts every unfinished completion, waiting or running.  `max_num_queued_tokens` counts whole prompts until their
-first token: by an estimate until they are rendered, then exactly.  A request is refused if the others have reached a limit, whatever
-its own length is.
-
-Check which replica a request names, in an engine of several.
+Without limits a flood of requests would use all memory.  `max_num_queued_reqs` counts every unfinished completion, waiting or
+running.  `max_num_queued_tokens` counts whole prompts until their first token: by an estimate until they are rendered, then exactly.
+A request is refused if the others have reached a limit, whatever its own length is.
 """
 
 from collections.abc import Callable

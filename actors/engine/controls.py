@@ -1,11 +1,9 @@
-"""Pause, sleep, wake and profile: what changes the engine as a whole.
+"""Pause, sleep, wake and profile the engine as a whole, by calls to its actors.
 
-Each change is a protocol of several waits over one state, so one lock admits them one at a time; it also
-keeps calls to the device, for which the executor's inbox has one place, from meeting there.
+Each of these changes is a protocol of several waits over one state, so one lock admits them one at a time; it also keeps
+calls to the device, for which the executor's inbox has one place, from meeting there.
 
-Control calls to actors, such as a pause or a probe.
-
-Each call is answered by its actor, or fails when the engine ends.  So no caller waits for ever, even if an actor dies.
+A call is answered by its actor, or fails when the engine ends.  So no caller waits for ever, even if an actor dies.
 """
 
 import warnings

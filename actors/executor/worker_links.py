@@ -9,11 +9,8 @@ Links between workers on one machine are rings in shared memory, links between m
 are inherited by descriptor, so nothing remains after the processes. On GPUs there is one stage, and sums and
 tokens go from device to device; the group is an empty file through which the ranks find each other.
 
-A link between two workers on different machines, as a TCP connection of its own.
-
-A message is the step and the number of bytes, then the bytes. Sent messages wait in the system's buffers on
-both sides. A sender of hidden states may wait for room, since nothing that the receiver needs is queued after
-it.
+A message over TCP (`TcpLink`) is the step and the number of bytes, then the bytes. Sent messages wait in the system's
+buffers on both sides. A sender of hidden states may wait for room, since nothing that the receiver needs is queued after it.
 
 A link ends with the process on its other side. The engine also sees that end and knows its cause, so a worker
 that finds it first waits a moment for the engine to end it too. Only what the engine has not seen becomes an

@@ -1,12 +1,11 @@
-"""The observer actor: statistics in; metrics, the interval log line and spans out.
+"""The observer actor: it takes statistics, and makes metrics, the interval log line, recent events and spans of them.
+
+`RecentEvents` keeps the last losses of workers, preemptions, refusals and changes of the engine's state. Metrics only count
+them, and the log has them as text, but a page that shows a running engine needs them as data, in order and without parsing.
+Texts of requests never get in: an event has only numbers and words from fixed lists.
 
 Laws.  A sender never waits: a message that finds the inbox full is dropped and counted.  A failure in here
 ends no request: it is logged and the next message is taken.
-
-The last events of an engine: losses of workers, preemptions, refusals, and changes of its state.
-
-Metrics count events, and the log has them as text.  A page that shows a running engine needs the last few of them as data, in
-order and without parsing.  Texts of requests never get in: an event has only numbers and words from fixed lists.
 """
 
 import logging

@@ -1,9 +1,8 @@
 """The numbers of one replica: what its scheduler and its workers do, and the requests that it has computed.
 
-Observations in buckets: what Prometheus calls a histogram, at 0.2 µs an observation.
-
-`prometheus_client`'s own takes 2 µs (a lock for each of three values), which at one observation a token is
-too much for the event loop.  Here the Observer is the only writer, so that no lock is needed.
+Histograms are `Distribution`s, at 0.2 µs an observation.  `prometheus_client`'s own take 2 µs (a lock for each of three
+values), which at one observation a token is too much for the event loop.  Here the Observer is the only writer, so that no
+lock is needed.
 """
 
 from bisect import bisect_left

@@ -1,5 +1,9 @@
 """The detokenizer actor: it turns the tokens of each step into text, and writes the reply slots.
 
+It needs only one half of a tokenizer, text from tokens.  The protocols here describe that half, so the output actors do not
+depend on the renderer, which owns the tokenizer.  As outputs pass, it also collects the statistics of their requests, one
+`OutputStats` for each of its turns.
+
 Laws:
 1. It never waits for a client, because the slots merge unread results.
 2. A result for an unknown sequence is late, and is ignored.
@@ -7,14 +11,8 @@ Laws:
 4. A sequence is forgotten at once if a stop string or a failure ends it; the `Stop` of this step names it.  Any other sequence stays
    until its finishing update arrives.
 5. The event loop gets a turn after at most `WORK_PER_TURN` results.
-
-It needs only one half of a tokenizer, text from tokens.  The protocols here describe that half, so the output actors do not
-depend on the renderer, which owns the tokenizer.
-
-The statistics of requests as their outputs pass the detokenizer: one `OutputStats` for each of its turns.
-
-Laws.  With statistics off nothing is recorded.  A request counts once however many completions it has: its
-first token is that of the first completion to have one, its end that of the last.
+6. A request counts once in the statistics, however many completions it has: its first token is that of the first completion to have
+   one, its end that of the last.  With statistics off nothing is recorded.
 """
 
 from collections.abc import Callable, Mapping, Sequence

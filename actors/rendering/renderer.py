@@ -1,19 +1,18 @@
-"""The renderer actor: it takes prompts as their callers wrote them, renders them in a thread, and hands them on.
+"""The actors between a client and the scheduler: the renderer makes token ids of prompts, and the fetcher downloads images first.
 
 Tokenization and templates take milliseconds, so they run in threads and never on the event loop.  A renderer works on
 one request at a time, or on a batch of queued plain texts with at most `BATCH_CHARS` characters, because a hop to a
 thread costs as much as rendering some of them.  Several renderers receive from clones of one inbox.
 
-Laws.  A request's failure ends only this request.  A grammar without a trial goes to another renderer, because a trial
-may take a second and no other request should wait for it.  `Track` is sent before `Admit`, and there is no await
-between the last check of the slot and the two sends, so both actors know a request or neither does.
+The fetcher gives each request a task of its own, because a slow host must delay no other request.  There are at most
+`MAX_OPEN_REQUESTS` tasks, and `Downloads` bounds the connections and the bytes.
 
-The fetcher actor: it downloads the images of requests, and hands the requests on to the renderer of images.
-
-Each request is a task, because a slow host must delay no other request.  There are at most `MAX_OPEN_REQUESTS` tasks, and
-`Downloads` bounds the connections and the bytes.
-
-Laws.  A failed download ends only its request.  When a client leaves, its downloads are cancelled at once.
+Laws:
+1. A request's failure, a download's included, ends only this request.
+2. A grammar without a trial goes to another renderer, because a trial may take a second and no other request should wait for it.
+3. `Track` is sent before `Admit`, and there is no await between the last check of the slot and the two sends, so both actors know a
+   request or neither does.
+4. When a client leaves, its downloads are cancelled at once.
 """
 
 import math

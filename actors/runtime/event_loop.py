@@ -1,17 +1,14 @@
-"""Access to the event loop from other threads, and ways not to block it.
+"""Let threads and tasks wait for each other without blocking the event loop.
 
-Waking a task from another thread needs the loop's own thread-safe call, which asyncio and trio name
-differently. Blocking work runs in threads, for which tests and simulations substitute their own.
+Waking a task from another thread needs the loop's own thread-safe call, which asyncio and trio name differently
+(`EventLoop`). Blocking work runs in threads, for which tests and simulations substitute their own (`Threads`).
 
-Waits between tasks: for a value that another task delivers, and for an end despite cancellation.
+Actors answer messages through `Future`s instead of reply channels, so an answer never blocks the actor and never fails if the
+waiting task was cancelled. Cleaning up often needs one last answer from another actor; leaving early would leave work that
+nothing owns, so `wait_shielded` waits for it despite cancellation.
 
-Actors answer messages through futures instead of reply channels, so an answer never blocks the actor and
-never fails if the waiting task was cancelled. Cleaning up often needs one last answer from another actor;
-leaving early would leave work that nothing owns.
-
-The path from an actor to the observer: statistics are sent without waiting, or dropped.
-
-Observability must never slow the engine, so a full channel loses statistics instead of blocking an actor.
+Observability must never slow the engine, so a `Reporter` that finds its channel full loses statistics instead of blocking an
+actor.
 """
 
 import asyncio

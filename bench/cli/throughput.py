@@ -1,7 +1,4 @@
-"""`trouper bench throughput`: measure offline throughput.
-
-`trouper bench latency`: measure the duration of one batch.
-"""
+"""`trouper bench throughput` and `trouper bench latency`: measure offline throughput, or the duration of one batch."""
 
 import sys
 from collections.abc import Sequence

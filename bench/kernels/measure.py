@@ -1,13 +1,12 @@
-"""Measure operations at a model's shapes and compare them with the machine's limits.
+"""Measure operations at a model's shapes and compare them with the limits ("roofs") of a processor or GPU.
 
 An operation is a function from `Shapes` to `Case`s: a call, the reference for its result, and the bytes and FLOPs it
 needs. A wrong result is an error instead of a figure, so a fast but broken kernel never appears in a table. `cpu.py` and
 `cuda.py` have the operations.
 
-Measure the limits ("roofs") of a processor or GPU, the rates of reading memory and of multiplying matrices, and time calls.
-
-Rates in data sheets are not reached on shared machines, so operations are compared with rates measured in the same
-process. A CUDA device is timed by events on the stream, with an empty L2 cache.
+The roofs are the rates of reading memory and of multiplying matrices. Rates in data sheets are not reached on shared machines, so
+operations are compared with rates measured in the same process. A CUDA device is timed by events on the stream, with an empty
+L2 cache.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

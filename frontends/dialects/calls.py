@@ -1,11 +1,9 @@
-"""Convert the calls that a parser finds to events.
+"""Convert what a parser finds in a model's answer to events: content, reasoning, and calls.
 
-Events that the parser of a model's answer yields.
-
-Parse an answer in channels: the format of gpt-oss, `<|channel|>analysis<|message|>...<|end|>`.
-
-A message in the channel `analysis` is reasoning, a message to a function is a call, and everything else is content.  An
-answer may begin inside the header of a message, because the prompt ends with `<|start|>assistant`.
+`CallWriter` makes the events of calls for all dialects.  `read_channels` parses the format of gpt-oss,
+`<|channel|>analysis<|message|>...<|end|>`, by them: a message in the channel `analysis` is reasoning, a message to a function is a
+call, and everything else is content.  An answer may begin inside the header of a message, because the prompt ends with
+`<|start|>assistant`.
 """
 
 import json

@@ -1,16 +1,12 @@
-"""Read a text that arrives in parts as if it were complete.
+"""Read a text that arrives in parts as if it were complete, and find the ends of JSON values in it.
 
 A parser is a generator.  A bare `yield` asks for more text, and the parser continues after `Reader.feed` has added some, or
 after the text has ended.  So each format is written once, from top to bottom, and the way the text is split cannot change
 the result.
 
-Every character is scanned once and copied once: a scan that waits continues where it stopped.
-
-Find the end of a JSON object, array or string in text that arrives in parts.
-
-The scanner understands strings, escapes and the depth of brackets, but not the kinds of brackets, because the model's
-text is passed on whether it is valid or not.  A short text is scanned bracket by bracket.  A long one is scanned by array
-operations, which take the same time for every text.
+Every character is scanned once and copied once: a scan that waits continues where it stopped.  `JSONScanner` understands strings,
+escapes and the depth of brackets, but not the kinds of brackets, because the model's text is passed on whether it is valid or not.
+A short text is scanned bracket by bracket.  A long one is scanned by array operations, which take the same time for every text.
 """
 
 import json

@@ -1,11 +1,9 @@
-"""The methods of `LLM` for pooling models: encode, embed, classify, reward and score, in vLLM's interface.
+"""The methods of `LLM` for pooling models (encode, embed, classify, reward and score), and the requests of all its methods.
 
-They are a base class of `LLM`, because vLLM has one class for both kinds of models.
+The methods are a base class of `LLM` in vLLM's interface, because vLLM has one class for both kinds of models.
 
-Read the prompts of `LLM`'s methods, and run their requests together on the engine's event loop.
-
-A call with 10,000 prompts crosses to the engine's thread once to queue all requests and once to wait for them,
-instead of once for each request.
+`submit` and `gather` run the requests of a call together on the engine's event loop.  A call with 10,000 prompts crosses to the
+engine's thread once to queue all requests and once to wait for them, instead of once for each request.
 """
 
 import operator

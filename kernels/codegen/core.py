@@ -1,12 +1,10 @@
-"""Values, memory, loops and branches of the kernel builder.
+"""Values, memory, loops and branches of the kernel builder, and the LLVM types behind them.
 
 int     64 bits
 float   32 bits
 f32x16  sixteen float32: one zmm register, two ymm, or four NEON registers
 i32x16  sixteen 32-bit integers, or sixteen pairs of bfloat16 (the even element in the low half)
 i16x32  thirty-two 16-bit integers in the same register
-
-LLVM types of the kernels, and conversions of Python numbers to LLVM constants.
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false

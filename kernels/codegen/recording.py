@@ -1,27 +1,22 @@
-"""Record a sequence of kernel launches once and repeat it by one call, like a CUDA graph.
+"""Record a sequence of kernel launches once and repeat it by one call, like a CUDA graph; and lend memory for its activations.
 
 A decode step of a small model has hundreds of launches of a few microseconds each; Python and ctypes would take longer
 than the kernels.
 
     recording = Recording(arena, inputs, lambda: forward(x))    records without computing
     recording.replay()                                          recording.result is forward(x) of the current inputs
+    with Lender(arena): y = forward(x)                          computes without recording, in the arena's memory
+
+An arena gives one step after the other the same memory: inside a `Lender`, and while a recording is made, `torch.empty` allocates
+from it, and freed tensors return to it.  The C library would return this much memory to the system after each step: a prompt of
+1,024 tokens (473 M parameters) then touched 120,000 pages again, which took a sixth of the step's time.
 
 Laws:
   * Everything that differs between two replays is in the inputs, or is read by the kernels through an address.
   * Only kernels compute from the inputs; torch may allocate and create views.  Values that torch computes from constants
     are computed once and kept.
-  * All recordings of an arena share its memory, so a result is read before the next replay.
+  * All recordings and lenders of an arena share its memory, so a result is read before the next replay or block begins.
   * A recording does not keep weights or caches alive: drop it before the weights and caches that it refers to.
-
-Memory for activations that one step after the other reuses.
-
-    with Lender(arena): y = forward(x)
-
-Inside the block `torch.empty` allocates from the arena, and freed tensors return to it.  The C library would return
-this much memory to the system after each step: a prompt of 1,024 tokens (473 M parameters) then touched 120,000 pages
-again, which took a sixth of the step's time.
-
-Law: everything allocated in a block is read before the next block begins.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false

@@ -1,62 +1,19 @@
-"""Kernels of norms over rows: RMS norm and layer norm, with the additions that precede them in models.
+"""Kernels of a decoder between its matrix products: norms, activations, rotation with the cache write, and embeddings.
+
+Each is one launch that a recording can contain.  torch's calls hold the interpreter, need several passes over memory, and round
+between them; these kernels compute in float32 and round once, except where their text says otherwise.  Rows are tokens, D is their
+width, and M is that of an MLP; both are multiples of 16.
+
+Norms, with weights w [D] float32, followed by the biases b [D] of a layer norm:
 
     rms      x / √(mean(x²) + ε) · w
     layer    (x - mean(x)) / √(mean((x - mean(x))²) + ε) · w + b
 
-    fused_add_norm   x += α · y in place, then z = norm(x): a residual sum and the next norm
-                     x, y, z [T, D], rows may be strided; y is optional, and so are w and z together
-    center_norm      y = layer norm of x + r: three passes over each row, two of them in the first cache
-
-D is a multiple of 16.  The weights w are [D] float32, followed by the biases b [D] of a layer norm.
-The sum is rounded to x's dtype before it is squared, so that it has the bits of two separate calls.
-
-Roofline of fused_add_norm: 4 e T D bytes, 6 T D FLOPs; 0.3 µs for a row of 1024 bfloat16 from cache.
-Measured on one EPYC core: 9 µs for 16 rows, 26 µs in torch.
-
-Kernels of elementwise functions: activations with and without a gate, and the last step of the logits.
-
-    act_and_mul     y = act(g) · u     gate_up [T, 2 M] with the halves g and u -> y [T, M]
-    activate        y = act(x)         x [T, M] -> y [T, M]
-    finish_logits   y = cap(scale · x) x [R, V] -> y [R, V] float32,  cap(s) = c · tanh(s / c), or s without a cap
-
-M is a multiple of 16.  The activations:
-
-    silu            x / (1 + e^-x)
-    gelu            with the error function, see `linear/products.py`
-    gelu_tanh       x / (1 + e^(-2 a (x + b x³))),  a = √(2 / π),  b = 0.044715
-    relu, relu2     max(x, 0), and its square
-    clamped_swiglu  y = (u + 1) · g / (1 + e^(-α g)),  with g ≤ limit and -limit ≤ u ≤ limit
-
-Roofline: act_and_mul 3 e T M bytes and about 20 T M FLOPs; activate 2 e T M bytes; finish_logits (e + 4) R V bytes.
-Measured on one EPYC core with M = 3072, bfloat16: 27 µs for 16 rows, 40 µs in torch.
-
-The kernel between the QKV product and attention: head norms, rotation and cache write in one pass over each token.
-
-    q, k  <- rotate(norm(q), p), rotate(norm(k), p);   cache[:, h, slot] <- k, v
-    q, k  <- norm(rotate(q, p)), norm(rotate(k, p))    with `is_norm_last`
-
-    qkv       [T, N + 2 H, D]  q is changed in place; rows may be strided; D is a multiple of 16
-    weight    [N + H, D]       float32 weights of the norm of each head, or [N + H, 2, D] for layer norms; optional
-    tables    [P, 2, R]        float32 cos and signed sin, see `rope_table`; R = 0 rotates nothing.  Queries may have
-                               another table than keys, because some models scale queries by their position
-    cache     [2, H, S, D]
-    positions, slots [T]       int64
-
-Norm and rotation are computed in float32 and rounded once, while two torch calls round in between.
-
-Roofline: 2 e T (N + 2 H) D bytes, 7 T (N + H) D FLOPs.
-Measured on one EPYC core with N = 16, H = 8, D = 128, bfloat16: 25 µs for 16 tokens, 116 µs in torch; 1.5 ms for 1024
-tokens, 12.9 ms in torch.  The time is spent on the 2 H pages of the cache that each token touches.
-
-Kernels at both ends of a model: embeddings of tokens, and means of the rows of a text.
-
-    embed           y = scale · table[id]                  table [V, D], ids [T] int64, y [T, D]
-    embed_tokens    the sum of a row of each of three tables, added in float32 (encoders)
-    mean_of_spans   the mean of consecutive rows; the mean of one row is that row, except for the sign of a zero
-
-D is a multiple of 16.  Admission has checked that ids are below V.
-
-Roofline: embed 2 e T D bytes.  One launch that a recording can contain, while torch's two calls hold the interpreter.
+Rooflines: fused_add_norm 4 e T D bytes and 6 T D FLOPs; act_and_mul 3 e T M bytes and about 20 T M FLOPs; activate 2 e T M bytes;
+finish_logits (e + 4) R V bytes; qk_norm_rope_kv_write 2 e T (N + 2 H) D bytes and 7 T (N + H) D FLOPs; embed 2 e T D bytes.
+Measured on one EPYC core, bfloat16: fused_add_norm of 16 rows of 1024 9 µs, 26 µs in torch; act_and_mul of 16 rows with M = 3072
+27 µs, 40 µs in torch; qk_norm_rope_kv_write with N = 16, H = 8, D = 128 25 µs for 16 tokens, 116 µs in torch, and 1.5 ms for 1024
+tokens, 12.9 ms in torch, spent on the 2 H pages of the cache that each token touches.
 """
 
 import math
@@ -76,6 +33,8 @@ GELU_B = 0.044715
 
 def act_and_mul(code: KernelBuilder, kind: Kind, activation: Activation) -> None:
     """Write the kernel with the arguments gate_up, y, its stride, M, parts; then α and the limit if clamped.
+
+    y = act(g) · u     gate_up [T, 2 M] with the halves g and u -> y [T, M]
 
     A work item is one of the parts of a row.
     """
@@ -108,6 +67,12 @@ def activated(
 ) -> Value:
     """Return the activation of sixteen numbers.
 
+        silu            x / (1 + e^-x)
+        gelu            with the error function, see `linear/products.py`
+        gelu_tanh       x / (1 + e^(-2 a (x + b x³))),  a = √(2 / π),  b = 0.044715
+        relu, relu2     max(x, 0), and its square
+        clamped_swiglu  y = (u + 1) · g / (1 + e^(-α g)),  with g ≤ limit and -limit ≤ u ≤ limit
+
     `alpha` is the constant of `clamped_swiglu`; other activations ignore it.
     """
     if activation == "gelu":
@@ -124,7 +89,10 @@ def activated(
 
 
 def activate(code: KernelBuilder, kind: Kind, activation: Activation) -> None:
-    """Write the kernel with the arguments x, y, its stride, M.  A work item is a row."""
+    """Write the kernel with the arguments x, y, its stride, M.  A work item is a row.
+
+    y = act(x)         x [T, M] -> y [T, M]
+    """
     xs, ys, stride, width = code.arguments(4)
     for row in code.work_items():
         x = code.pointer(xs, kind) + row * width
@@ -134,7 +102,10 @@ def activate(code: KernelBuilder, kind: Kind, activation: Activation) -> None:
 
 
 def finish_logits(code: KernelBuilder, kind: Kind) -> None:
-    """Write the kernel with the arguments x, y, V (at least 16), scale, cap or 0.  A work item is a row."""
+    """Write the kernel with the arguments x, y, V (at least 16), scale, cap or 0.  A work item is a row.
+
+    y = cap(scale · x)     x [R, V] -> y [R, V] float32,  cap(s) = c · tanh(s / c), or s without a cap
+    """
     xs, ys, length, scale, cap = code.arguments(5)
     scale, cap = code.f32_argument(scale), code.f32_argument(cap)
     for row in code.work_items():
@@ -177,7 +148,10 @@ def _inverse_root(code: KernelBuilder, load: Load, width: Value, eps: Value) -> 
 
 
 def center_norm(code: KernelBuilder, kind: Kind) -> None:
-    """Write the kernel with the arguments x, r or 0, w, b or 0, y, D, ε.  A work item is a row."""
+    """Write the kernel with the arguments x, r or 0, w, b or 0, y, D, ε.  A work item is a row.
+
+    y = layer norm of x + r: three passes over each row, two of them in the first cache.
+    """
     xs, others, weights, biases, ys, width, eps = code.arguments(7)
     weight, bias = code.pointer(weights, "f32"), code.pointer(biases, "f32")
     eps, size = code.f32_argument(eps), code.f32(width)
@@ -209,6 +183,11 @@ def center_norm(code: KernelBuilder, kind: Kind) -> None:
 def fused_add_norm(code: KernelBuilder, kind: Kind, norm: Norm) -> None:
     """Write the kernel with the arguments x, its stride, y or 0, its stride, w or 0, z, its stride, D, α, ε.
 
+    x += α · y in place, then z = norm(x): a residual sum and the next norm.
+
+        x, y, z [T, D], rows may be strided; y is optional, and so are w and z together
+
+    The sum is rounded to x's dtype before it is squared, so that it has the bits of two separate calls.
     A work item is a row.
     """
     xs, x_stride, ys, y_stride, weights, zs, z_stride, width, alpha, eps = code.arguments(10)
@@ -232,6 +211,18 @@ def qk_norm_rope_kv_write(
 ) -> None:
     """Write the kernel with the arguments qkv, its stride, weight or 0, tables of q and of k, positions, cache, slots, S, N, H, D, R, ε,
     parts, scratch, scratch bytes.
+
+    It is the kernel between the QKV product and attention, one pass over each token:
+
+        q, k  <- rotate(norm(q), p), rotate(norm(k), p);   cache[:, h, slot] <- k, v
+        q, k  <- norm(rotate(q, p)), norm(rotate(k, p))    with `is_norm_last`
+
+        qkv       [T, N + 2 H, D]  q is changed in place; rows may be strided
+        weight    [N + H, D]       float32 weights of the norm of each head, or [N + H, 2, D] for layer norms; optional
+        tables    [P, 2, R]        float32 cos and signed sin, see `rope_table`; R = 0 rotates nothing.  Queries may have
+                                   another table than keys, because some models scale queries by their position
+        cache     [2, H, S, D]
+        positions, slots [T]       int64
 
     A work item is one of the parts of a token's heads.
     """
@@ -314,7 +305,10 @@ def _copy(code: KernelBuilder, target: Pointer, source: Pointer, width: Value) -
 
 
 def embed(code: KernelBuilder, kind: Kind) -> None:
-    """Write the kernel with the arguments table, D, ids, scale, y.  A work item is a row."""
+    """Write the kernel with the arguments table, D, ids, scale, y.  A work item is a row.
+
+    y = scale · table[id]     table [V, D], ids [T] int64, y [T, D].  Admission has checked that ids are below V.
+    """
     table, width, ids, scale, ys = code.arguments(5)
     scale = code.f32_argument(scale)
     for row in code.work_items():
@@ -327,6 +321,7 @@ def embed(code: KernelBuilder, kind: Kind) -> None:
 def embed_tokens(code: KernelBuilder, kind: Kind) -> None:
     """Write the kernel with the arguments of three tables, each followed by its row ids, then D and y.
 
+    y is the sum of a row of each table, added in float32 (encoders).
     The address of the second and the third table may be 0.  A work item is a token.
     """
     words, ids, types, type_ids, positions, position_ids, width, ys = code.arguments(8)
@@ -348,7 +343,7 @@ def embed_tokens(code: KernelBuilder, kind: Kind) -> None:
 def mean_of_spans(code: KernelBuilder, kind: Kind) -> None:
     """Write the kernel with the arguments x, its stride, spans [C, 2] int64, D, y.  A work item is a span.
 
-    A span is its first row and its number of rows, at least one.
+    A span is its first row and its number of rows, at least one.  The mean of one row is that row, except for the sign of a zero.
     """
     xs, stride, spans, width, ys = code.arguments(5)
     for i in code.work_items():

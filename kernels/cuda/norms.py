@@ -1,4 +1,4 @@
-"""Norms on the device: a residual sum with the next layer's norm, and a norm over heads that several ranks share.
+"""Norms and gates on the device: a residual sum with the next layer's norm, a norm over heads that several ranks share, and act · up.
 
 `fused_add_rms_norm` computes x += α · norm(y) and out = x / √(mean(x²) + ε) · w in one pass:
 
@@ -16,11 +16,10 @@ For OLMo-2 on several ranks `sum_of_squares_` computes each rank's sum, and `nor
 
 Roofline: 3 e T X bytes (two reads and a write), 5 T X FLOPs.  A few µs each, which is the cost of a launch.
 
-y = act(g) · u for the halves g, u of a fused gate-and-up product.
+`act_and_mul` computes y = act(g) · u for the halves g, u of gate_up [T, 2 M]; act is silu, or gelu in its tanh form (Gemma).
+Roofline: 3 e T M bytes, about 6 T M FLOPs.  Target 85 %.
 
-    gate_up [T, 2 M] -> y [T, M], rows contiguous;   act is silu, or gelu in its tanh form (Gemma)
-
-Roofline: 3 e T M bytes, about 6 T M FLOPs.  Target 85 %.  Reference: `kernels/reference/norms.py`.
+References of all: `kernels/reference/norms.py`.
 """
 
 from typing import Literal

@@ -2,7 +2,12 @@
 
     out = softmax(cap(scale · q Kᵀ) + mask) V per query head;  cap(s) = c · tanh(s / c), or s without a cap
 
-The shapes are those of `decode_attention`; the cache already contains the keys and values of this step.
+    M     rows: query tokens × the query heads of one KV head      D  head width, padded to W
+    TILE  keys of an iteration                                     S  cache slots
+
+The shapes are those of `decode_attention`, which shares the inner loop, `attend`; the cache already contains the keys and values of
+this step.  It is read through the block table, a tile at a time, without gathering.  Scores, their maximum, their sum and the output
+are float32.  Memory behind the last key may contain NaN, so values are masked like scores.
 
 A program has M = BLOCK_M rows: the queries of BLOCK_M // G consecutive tokens with the G heads of one KV head.  The grid is
 an upper bound, with at most C programs too many.  Late queries start first, because they see the most keys.  Tiles of keys
@@ -11,15 +16,6 @@ nor on its batch.
 
 Roofline: 4 N D Σ q (start + q / 2) FLOPs for q queries.  Target 60 % from q = 1024.
 Reference: `kernels/reference/paged_attention.py`.
-
-The inner loop of paged attention: some rows of queries over a range of one sequence's keys.
-
-    M     rows: query tokens × the query heads of one KV head      D  head width, padded to W
-    TILE  keys of an iteration                                     S  cache slots
-
-`decode_attention` and `prefill_attention` share this device code.  The cache is read through the block table, a tile at a
-time, without gathering.  Scores, their maximum, their sum and the output are float32.  Memory behind the last key may
-contain NaN, so values are masked like scores.
 """
 
 import torch

@@ -1,43 +1,21 @@
-"""RMS norm and layer norm over the last dimension.
+"""The operations between a decoder's matrix products in torch: norms, activations, rotation, and the write to the KV cache.
 
-    rms      y = x / √(mean(x²) + ε) · w                     x [..., D]; w [D] in x's dtype or in float32
-    layer    y = (x - mean(x)) / √(var(x) + ε) · w + b       x [..., D]; weights and biases in one tensor [2, D]
+They define correct results for `kernels/cpu/norms.py` and the kernels of GPUs, and run where no kernel is compiled.  The functions
+with `_reference` in their names compute in float64 and are the oracles of tests.
+
+    rms             y = x / √(mean(x²) + ε) · w                     x [..., D]; w [D] in x's dtype or in float32
+    layer           y = (x - mean(x)) / √(var(x) + ε) · w + b       x [..., D]; weights and biases in one tensor [2, D]
+    activate        y = act(x), by the name of act in model configs
+    act_and_mul     y = act(g) · u for the halves g, u of a fused gate-and-up product: gate_up [T, 2 M] -> y [T, M]
+    clamped_swiglu  y = (u + 1) · g / (1 + e^(-α g)), with g ≤ limit and -limit ≤ u ≤ limit (gpt-oss)
+    rope            (x₁, x₂) -> (x₁ cos - x₂ sin, x₂ cos + x₁ sin), x₁, x₂ the halves of the rotated part of a head
+    kv_write        cache[:, h, slot_t] = kv[t, :, h]
 
 Gemma stores w - 1.  The loader adds the one and keeps w in float32, where 1 + w is not rounded.
 
-Roofline of the RMS norm: 2 e T D bytes, 4 T D FLOPs.  A decode step moves less than a microsecond of data, so calls matter:
-one composite torch call, 13 µs at [1, 1024] bfloat16 and 21 µs at [16, 1024], is faster than five plain ones.
-
-Activation functions by their names in model configs, with and without a gate.
-
-    activate          y = act(x)
-    act_and_mul       y = act(g) · u for the halves g, u of a fused gate-and-up product: gate_up [T, 2 M] -> y [T, M]
-    clamped_swiglu    y = (u + 1) · g / (1 + e^(-α g)), with g ≤ limit and -limit ≤ u ≤ limit (gpt-oss)
-
-The functions with `_reference` in their names compute in float64 and are the oracles of tests.
-
-Roofline of act_and_mul: 3 e T M bytes, about 6 T M FLOPs, in two torch calls.
-
-Rotary position embedding, in place, and the write of keys and values to the cache.
-
-    (x₁, x₂) -> (x₁ cos - x₂ sin, x₂ cos + x₁ sin),   x₁, x₂ the halves of the rotated part of a head
-
-    x        [T, N, D]     tokens × (q heads, then k heads) × head width; rows may be strided
-    table    [P, 2, R]     positions × (cos, signed sin) × rotated width R ≤ D; see `rope_table`
-    rotation [2, T, 1, R]  the rows of the table for this batch, gathered once a step
-
-The table includes the sign of x₂ sin, so the rotation is x · cos + roll(x, R/2) · sin: three calls.  The table has the
-model's dtype, rounded like in transformers, and its angles are computed in float32.  The halves convention is that of
-GPT-NeoX (`rotate_half` in transformers).
-
-    cache[:, h, slot_t] = kv[t, :, h]
-
-    kv     [T, 2, H, D]   tokens × (k, v) × heads × head width; rows may be strided
-    cache  [2, H, S, D]   one layer
-    slots  [T]            int64, all different
-
-Roofline: rope_ 2 e T N D bytes and 3 T N R FLOPs; kv_write_ 4 e T H D bytes.  One call writes keys and values: 9 µs at
-T = 16, H = 8, D = 128.
+Rooflines: RMS norm 2 e T D bytes, 4 T D FLOPs; act_and_mul 3 e T M bytes, about 6 T M FLOPs; rope_ 2 e T N D bytes, 3 T N R FLOPs;
+kv_write_ 4 e T H D bytes.  A decode step moves less than a microsecond of data, so the number of torch's calls matters: one composite
+call of the RMS norm, 13 µs at [1, 1024] bfloat16 and 21 µs at [16, 1024], is faster than five plain ones.
 """
 
 import torch
@@ -159,7 +137,10 @@ def layer_norm_heads_(x_TND: Tensor, weights_N2D: Tensor, eps: float) -> None:
 def rope_table(
     inverse_frequencies: Tensor, num_positions: int, scale: float, dtype: torch.dtype
 ) -> Tensor:
-    """Return the table [P, 2, R] for `inverse_frequencies` [R/2].
+    """Return the table [P, 2, R] for `inverse_frequencies` [R/2]: positions × (cos, signed sin) × rotated width.
+
+    The table has the model's dtype, rounded like in transformers, and its angles are computed in float32.  The halves convention is
+    that of GPT-NeoX (`rotate_half` in transformers).
 
     Args:
         scale: factor of cos and sin (yarn, longrope).
@@ -174,11 +155,15 @@ def rope_table(
 
 
 def rotation_of(table: Tensor, positions_T: Tensor) -> Tensor:
+    """Gather the rows of the table for a batch, [2, T, 1, R], once a step."""
     return table.index_select(0, positions_T).transpose(0, 1).unsqueeze(2)
 
 
 def rope_(x_TND: Tensor, rotation: Tensor) -> None:
-    """Rotate the heads `x_TND` in place."""
+    """Rotate the heads of q, then of k, in place: `x_TND`, whose rows may be strided.
+
+    The table includes the sign of x₂ sin, so the rotation is x · cos + roll(x, R/2) · sin: three calls of torch.
+    """
     cos_T1R, sin_T1R = rotation
     width = cos_T1R.shape[-1]
     x_TNR = x_TND if width == x_TND.shape[-1] else x_TND[..., :width]
@@ -199,6 +184,10 @@ def rope_reference(
 
 
 def kv_write_(cache_2HSD: Tensor, kv_T2HD: Tensor, slots_T: Tensor) -> None:
+    """Write keys and values of one layer in one call, 9 µs at T = 16, H = 8, D = 128.
+
+    Rows of `kv_T2HD` may be strided; the int64 slots are all different.
+    """
     cache_2HSD.index_copy_(2, slots_T, kv_T2HD.permute(1, 2, 0, 3))
 
 

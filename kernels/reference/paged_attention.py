@@ -7,26 +7,25 @@
     cache  [2, H, S, D]   keys and values of one layer × slots
     out    [T, N · D]
 
-Each tile of the plan attends to every run of cache slots as a view, then to its own keys, and the parts are merged by their
+A plan says which *runs* of the cache each query of a step reads (`plan_attention`).  It is made once a step with numpy and serves all
+layers of one window.  Each *tile* of the plan attends to every run as a view, then to its own keys, and the parts are merged by their
 log-sum-exp.  A single query turns the G heads of its group into rows, so that each key is read once for all of them (one
 call of 8 x [2, 128] x [128, 1024]: 460 µs on one core, and 3377 µs with separate heads).  A longer tile expands K and V
 over the group with stride 0.
 
-Roofline of a decode: 2 e H L D bytes, 4 N L D FLOPs for L keys; bound by memory.
-Measured at L = 1024, H = 8, D = 128, bfloat16 on one EPYC core: 459 µs = 9 GB/s, of about 20.
-
-The plan says which runs of the KV cache each query of a step reads.  It is made once a step with numpy and serves all layers of one window.
-
 Laws:
-  * Cache slot = block id · block size + offset.  Blocks with consecutive ids are one *run* of slots, which the kernel reads
+  * Cache slot = block id · block size + offset.  Blocks with consecutive ids are one run of slots, which the kernel reads
     as a strided view without gathering.
   * Keys without a mask may be in any order, so their blocks are sorted first, which makes the runs as long as the ids
     allow.  Masked keys keep the order of their positions.
   * If blocks have at least WHOLE_RUN positions, each block that a single query reads is a run of its own, in the order of
     the positions.  So its bits do not depend on which blocks are adjacent, and hence on other sequences.
-  * A *tile* is a range of queries of one sequence.  A single query reads all its keys from the cache, including its own.
+  * A tile is a range of queries of one sequence.  A single query reads all its keys from the cache, including its own.
     Several queries read the keys before the tile from the cache and attend to the tile's own keys causally.  With a
     sliding window no tile is longer than the window, so a window never cuts into a tile's own keys.
+
+Roofline of a decode: 2 e H L D bytes, 4 N L D FLOPs for L keys; bound by memory.
+Measured at L = 1024, H = 8, D = 128, bfloat16 on one EPYC core: 459 µs = 9 GB/s, of about 20.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false

@@ -1,10 +1,8 @@
-"""Choose the context length, and the memory of the KV cache that it needs.
+"""Choose the context length and the memory of the KV cache, within what this machine and the container of this process can provide.
 
 Without a length from the user the engine uses the model's own, or a shorter one if the KV cache has no room for it.  On a
 CPU the cache by default takes up to half of the available memory that the weights leave.  Its pages use memory only when
 they are first written, so a large cache costs nothing at start.
-
-The memory that this machine, and the container of this process, can still provide.
 """
 
 import math

@@ -1,6 +1,7 @@
-"""The resolved plan of an engine: `EngineConfig`, which `resolve` creates from the options.  Pure.
+"""The resolved plan of an engine, `EngineConfig`, with the limits of its scheduling policy, `SchedulerConfig`.  Pure.
 
-`SchedulerConfig` has the limits of the scheduling policy, and derives them from the options.
+`resolve` creates the plan from the options.  The actors read only the plan, so each default that depends on the model or the machine
+is chosen in one place.
 """
 
 from pathlib import Path

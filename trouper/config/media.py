@@ -1,9 +1,9 @@
-"""Which models take images or audio, and the options about them.  Without torch.
+"""Decide which models take images or audio, the options about them, and the URLs that the engine may read.  Without torch.
 
 A model takes images, or recordings, if trouper knows its family, if its folder contains the configuration of a processor, and if
 the extra `vision` or `audio` is installed.  Otherwise only its text model is served, and a request with media is refused with the reason.
 
-Which URLs of images and sounds the engine may read: hosts, a folder, or only `data:` URLs.  Without torch.
+`data:` URLs are always read.  Other URLs must name one of the allowed hosts, or a file in the allowed folder.
 """
 
 import importlib.util

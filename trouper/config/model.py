@@ -1,8 +1,7 @@
-"""The description of a model folder by its JSON files.  Only JSON files are read, and torch is never imported.
+"""Describe a model folder by its JSON files and the headers of its weight files.  torch is never imported.
 
-Sizes, shapes and types of a model's weight files, read from their headers.
-
-`trouper show` and Ollama's API describe models with them.  Only headers are read, so a model of any size takes milliseconds.
+The engine takes its decisions from the JSON files.  `trouper show` and Ollama's API also show sizes, shapes and types, which are read
+from headers, so a model of any size takes milliseconds.
 """
 
 import hashlib

@@ -1,12 +1,10 @@
-"""The parts of a model that are in memory, and how they get there, shared by the runners of the CPU and of CUDA.
+"""Declare what a device needs of the model that it runs (`ModelRunner`), and keep the memory of such a model (`ResidentModel`).
+
+Devices differ in where a model runs; runners differ in what runs: on the CPU or a GPU, generating or pooling. The interface
+keeps both independent.
 
 An engine may sleep: it then gives back its KV cache, and its weights too at level 2. A runner therefore finds weights and
 memory absent or present in any combination. `ResidentModel` owns both, so a runner only asks for what a step needs.
-
-The interface between a device and the model that computes its plans, and the profiler around its work.
-
-Devices differ in where the model runs; runners differ in what runs: on the CPU or a GPU, generating or
-pooling. The interface keeps both independent.
 """
 
 import logging

@@ -1,5 +1,8 @@
 """Compute the tokens that the grammars of requests allow next, as bit masks of the vocabulary.
 
+`GrammarMasks` has the masks of all slots. Drafting must also know which tokens a grammar would allow behind tokens that are
+not sampled yet: `AheadMatcher` follows a draft with a copy of the sequence's matcher, and `FreeAhead` where no grammar applies.
+
 Laws:
   * A mask depends only on the grammar and the output tokens. A matcher is made when a sequence takes its slot, and reads
     outputs from the request slots, so masks are the same after a preemption, after a restart, and with any number of steps
@@ -10,16 +13,11 @@ Laws:
     the token has the largest logit with noise, so if it is allowed, sampling with the mask would have chosen it too. If it
     is not allowed, the mask is filled and the row is sampled again. Asking takes 1 µs; filling the mask for a vocabulary of
     49,152 takes up to 400 µs.
-  * A matcher only reads final tokens. A copy of it follows drafts. While drafts are verified, each position uses the mask
-    behind the tokens before it, computed once these are accepted.
+  * A matcher only reads final tokens. A copy of it follows drafts, and may exceed the limits of its grammar without harm to
+    the sequence. While drafts are verified, each position uses the mask behind the tokens before it, computed once these are
+    accepted.
   * Reasoning precedes the grammar. It may contain all tokens but those that end an output which must match a grammar. When
     its budget is used up, its end is forced token by token, and the grammar begins.
-
-Follow a draft ahead of a sequence's output, with a copy of its grammar matcher, or freely while no grammar applies.
-
-Drafting must know which tokens a grammar would allow behind tokens not sampled yet.
-
-Law: nothing that happens here affects the sequence. A copy may exceed the limits of its grammar without harm.
 """
 
 from collections import deque

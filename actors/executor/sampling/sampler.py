@@ -1,6 +1,11 @@
-"""Sample tokens from logits, and collect the logprobs that requests asked for.
+"""Sample tokens from logits: edit them, draw, collect the requested logprobs, and make the answer to the plan, a `StepDone`.
 
     R  requests that sample in this step     V  vocabulary
+
+The edits are allowed and forbidden tokens, bias and penalties. Their static parts (allowed ids, bias, stop ids) are prepared
+once, when a sequence takes its slot. Slots without edits are absent from the table and cost nothing. Generated tokens are read
+from the request slots. If a repetition penalty is the only edit, as in many models' own generation configs, the sampling
+kernel applies it.
 
 Laws:
   * A request's token depends only on its own logits, parameters, seed and position.
@@ -10,14 +15,6 @@ Laws:
     sampled before its grammar was asked may be sampled once more, with the same noise.
   * A step is one call of the kernel for all requests, except for edits and logprobs. Each call releases the GIL, and a busy
     event loop then takes it.
-
-Make the answer to a plan, a `StepDone`, from the sampled tokens of its step; all runners share this.
-
-Edit the logits of one request before its token is sampled: allowed and forbidden tokens, bias, penalties.
-
-The static parts (allowed ids, bias, stop ids) are prepared once, when a sequence takes its slot. Slots without edits are
-absent from the table and cost nothing. Generated tokens are read from the request slots. If a repetition penalty is the
-only edit, as in many models' own generation configs, the sampling kernel applies it.
 """
 
 from collections.abc import Callable, Iterable, Sequence

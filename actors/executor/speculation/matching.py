@@ -1,16 +1,17 @@
-"""Recent answers of other sequences, and the search for the last tokens of a text in earlier text.
+"""Find drafts in earlier text, and decide how many of their tokens are worth a row of a step.
 
-Requests of one application often get similar answers, so a recent answer predicts the next one.  Answers are shared
-within a family only, the requests with one cache salt and adapter, like cached prefixes.
+`positions_after_match` searches for the last tokens of a text in earlier text. Requests of one application often get similar
+answers, so `RecentAnswers` keeps answers of other sequences too. They are shared within a family only, the requests with one
+cache salt and adapter, like cached prefixes.
 
-Law: a sequence learns nothing about another family, not even from the time its own answer takes.
-
-The length of drafts: the chance that each token is right, compared with the cost of one more row in a step.
+`best_length` compares the chance that each token of a draft is right with the cost of one more row:
 
     the last three tokens match            the chance of the first draft is 0.73, of the second 0.73 · 0.82, …
     three drafts                           1.84 saved tokens, worth half a step each, for 0.12 of a step more
 
-Law: a length is a function of the number of matching tokens and of how earlier drafts of the slot fared.
+Laws:
+  * A sequence learns nothing about another family, not even from the time its own answer takes.
+  * A length is a function of the number of matching tokens and of how earlier drafts of the slot fared.
 """
 
 from collections import deque

@@ -1,11 +1,7 @@
-"""Builds the flat batch of one step for a decoder on the CPU: the tokens of all entries in one array, with their
+"""Build the flat batch of one step for a decoder on the CPU: the tokens of all entries in one array, with their
 positions and attention.
 
 One array operation for each quantity keeps the cost of a step independent of Python loops over entries.
-
-Typed conversion from numpy to torch, since torch's stubs do not declare the argument's type.
-
-Weights, steps and runners all use it, and it must import neither of them, hence a file of its own.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,11 +1,10 @@
-"""From a folder of safetensors or a GGUF file to the tensors of an encoder and its heads.
+"""Load an encoder, and the heads behind its pooled hidden states, from a folder of safetensors or a GGUF file.
 
-Laws as in `weights.py`: shapes are checked against the traits, one matrix at a time is cast and packed,
-nothing is unpickled.  Other contents of a checkpoint (other heads, buffers) are ignored.
+Heads are projections and classifiers, functions from hidden [C, E] or [L, E] to embeddings [.., size] or logits [.., labels].
+They compute in float32.
 
-From pooled hidden states to raw results: projections, classifiers.  All in float32.
-
-hidden [C, E] or [L, E] -> embedding [.., size] or logits [.., labels]
+Laws as in `weights.py`: shapes are checked against the traits, one matrix at a time is cast and packed, nothing is unpickled.
+Other contents of a checkpoint (other heads, buffers) are ignored.
 """
 
 from collections.abc import Callable, Sequence

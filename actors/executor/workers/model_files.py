@@ -1,16 +1,14 @@
-"""Compares model files between machines, and maps paths of the coordinator's config to those of another machine.
+"""Check the files of a model before its weights are read: whether it can be served, and whether all machines have the same.
+
+`judge` decides from the JSON files and the header of a GGUF file. `trouper models` lists many folders by it, so it reads no
+weights, and imports torch only for models of the transformers library, because its classes must be inspected.
 
 Workers on different machines read their own copies of a model. A different revision would silently produce
 wrong tokens, so each worker compares a sample of its files with the engine's before it loads them. A sample
 consists of the size of a file and a digest of its header, where names, shapes and dtypes of tensors are
 stored, and of windows spread over the file. It takes a few ms and detects another revision or a fine-tune,
 but does not prove that files are identical. Config, tokenizer, seed and adapters come from the engine and
-need no comparison.
-
-Checks whether a model on this machine can be served, from its JSON files and the header of its GGUF file.
-
-`trouper models` lists many folders, so the check reads no weights. It imports torch only for models of the
-transformers library, because its classes must be inspected.
+need no comparison; paths in its config are mapped to those of the other machine.
 """
 
 import hashlib

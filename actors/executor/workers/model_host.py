@@ -1,14 +1,12 @@
-"""Loads a model and runs its plans on one thread: the part shared by a device in a thread and by worker
-processes.
+"""Load a model, run its plans on one thread and time them: the part shared by a device in a thread and by worker processes.
 
 Torch's intra-op settings, inference mode and current stream are thread-local, so one thread owns the model
 for its whole life. `load` imports torch; nothing before it does. A second thread compiles grammars while the
 first computes.
 
-Measure the seconds of steps, from which the scheduler learns how long the next ones take.
-
-The device's own thread measures them.  The event loop would not do: it may receive two answers in one turn, so the second step seems to
-have taken no time, and uvloop's clock counts whole milliseconds.  Steps of small models take less than one.
+The scheduler learns from the seconds of steps how long the next ones take. The device's own thread measures them, because the
+event loop may receive two answers in one turn, so the second step seems to have taken no time, and uvloop's clock counts
+whole milliseconds. Steps of small models take less than one.
 """
 
 import logging

@@ -1,11 +1,9 @@
-"""Rearrange conversations into a form that a chat template accepts.  Pure.
+"""Rearrange a conversation so that all of it appears in what a chat template renders.  Pure.
 
-A template may drop a message silently or refuse its position.  To find out what a template does with a conversation,
-the arranger renders a `skeleton`: a conversation with the same roles and a made-up word for each text.  A missing word
-means that the template would drop the text.  The functions here map roles, merge or move messages, and write tools as
+A template may drop a message silently or refuse its position.  To find out what a template does with a conversation, the
+`Arranger` renders a `skeleton`: a conversation with the same roles and a made-up word for each text.  A missing word
+means that the template would drop the text.  The other functions map roles, merge or move messages, and write tools as
 text; the first arrangement that shows all words is used, in an order from no change to the largest change.
-
-Find out what a chat template does with a conversation, and choose an arrangement in which all of it appears.
 """
 
 import json

@@ -1,13 +1,11 @@
 """Render conversations with the model's chat template; the text equals that of transformers' `apply_chat_template`.
 
+Templates come with models and sometimes with requests, so they are foreign code.  Their jinja environment is a sandbox: they
+see plain JSON data and the few helpers below, nothing else.  Only the processes of `template_worker.py` import this.
+
 Laws.  Rendering is pure: templates, messages and tools of the caller stay unchanged.  Text of the caller never becomes
 a control token, whether it is in messages, tools or variables: if it spells one, `BOUNDARY` is inserted after the first
 character, and `Tokenizer.encode_pieces` finds no token across a boundary.
-
-The jinja environment of chat templates: sandboxed, and equal to transformers' in what it renders.
-
-Templates come with models and sometimes with requests: they are foreign code.  They see plain json data
-and the few helpers below, nothing else.  Only the processes of `template_worker.py` import this.
 """
 
 import json

@@ -1,11 +1,11 @@
-"""Constraints that a request sets on its output -> a grammar in the form that `llguidance` reads.  Pure.
+"""Convert the constraints that a request sets on its output to a grammar in the form that `llguidance` reads.  Pure.
 
-Sizes and depths are checked before anything walks them; what the grammar means is checked when it is compiled.  It runs where
-grammars are tried, since the converter of EBNF takes its time with the square of the rules.
+The constraints are schemas, regular expressions, choices, grammars and structural tags.  Structural tags are text in which marks
+begin parts that must have a form.  They have two notations, `{"structures": …, "triggers": …}` and `{"format": …}`, a tree of
+formats, and become a grammar in Lark.
 
-Structural tags -> a grammar in Lark: text in which marks begin parts that must have a form.  Pure.
-
-There are two forms: `{"structures": …, "triggers": …}`, and `{"format": …}`, a tree of formats.
+Sizes and depths are checked before anything walks them; what the grammar means is checked when it is compiled.  The conversion runs
+where grammars are tried, since the time of the converter of EBNF grows with the square of the number of rules.
 """
 
 import json

@@ -1,14 +1,13 @@
-"""The text of a growing sequence, one token at a time.
+"""Turn the tokens of a growing sequence into text, and keep a caller's text from forming control tokens.
 
-Laws.  A character is given out when its last byte is there, never before, and never half of it.  What
-`push` returned so far is a prefix of the whole text.  Memory and time per token are bounded: what is
-still no character after `MAX_HELD` tokens never will be, and is given out as replacement characters.
+`TokenStream` decodes one token at a time.  A character is given out when its last byte is there, never before, and never half of
+it, so what `push` returned so far is a prefix of the whole text.  Memory and time per token are bounded: what is still no
+character after `MAX_HELD` tokens never will be, and is given out as replacement characters.
 
-Boundaries that tokenization never crosses, so a caller's text cannot form a control token.  Pure.
-
-A chat template mixes trusted control tokens with text of the caller, and the result is one string.  If the caller writes
-`<|im_end|>`, the tokenizer must not find the control token in it.  A boundary is one private-use character after the
-first character of such a spelling; the tokenizer encodes the parts between boundaries separately.
+The opposite direction has a danger.  A chat template mixes trusted control tokens with text of the caller, and the result is one
+string.  If the caller writes `<|im_end|>`, the tokenizer must not find the control token in it.  So `with_boundaries` puts a
+*boundary* into such a spelling, one private-use character after the first character, and the tokenizer encodes the parts between
+boundaries separately.
 """
 
 import logging

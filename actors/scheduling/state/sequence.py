@@ -1,4 +1,4 @@
-"""A request and its sequences in the scheduler, and the rules that need nothing else: when a sequence ends, which blocks it hashes.
+"""A request and its sequences in the scheduler, the rules that need nothing else, and the outputs that leave it.
 
 One policy owns this mutable state.  It is never sent anywhere.  The counters of a runnable sequence obey:
 
@@ -10,10 +10,8 @@ One policy owns this mutable state.  It is never sent anywhere.  The counters of
 A token that a step in flight samples is a placeholder: `num_in_flight` counts it, and only the device knows its id.  Drafts in flight
 are not counted until they are accepted.  Then every later position moves, also in the plans in flight.
 
-Outputs on their way to the detokenizer, merged to one entry for each sequence.
-
-A slow detokenizer must not make this grow: several steps of a sequence become one entry, so it is bounded by the unfinished sequences
-and their new tokens.
+`SchedulerOutputs` holds outputs on their way to the detokenizer.  Several steps of a sequence become one entry, so a slow detokenizer
+cannot make it grow beyond the unfinished sequences and their new tokens.
 """
 
 import hashlib

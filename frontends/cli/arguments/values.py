@@ -1,9 +1,10 @@
-"""Parse the values of options: JSON objects, lists of integers, and LoRA adapters.
-
-Base classes of all commands: help in plain text by panels, and checks of the command line before typer's.
+"""Base classes of all commands, with their help in plain text, and parsers of the values of options.
 
 typer's rich help truncates long option names and needs another dependency. This help wraps at any terminal width but
 never cuts a name or a sentence. Options of vLLM, llama.cpp and Ollama are handled first, see `other_programs.py`.
+
+Values that are more than a string or a number, such as JSON objects, lists of integers and LoRA adapters, are parsed here, so
+that every command refuses them by the same sentence.
 """
 
 import json

@@ -1,8 +1,7 @@
-"""Declare the bodies of the Messages API, and convert its conversations and tools to those of a chat.  Pure.
+"""Convert between the Messages API and a chat: bodies, conversations and tools in, content blocks out.  Pure.
 
-A null means that the field is not given; the table in `fields.py` decides about all other fields.
-
-Render the blocks of an answer as content blocks of a message, and as their events in a stream.  Pure.
+An answer's blocks become the content of a message, or its events in a stream.  In a body, a null means that the field is not
+given; the table in `fields.py` decides about all other fields.
 """
 
 import json

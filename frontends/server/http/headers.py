@@ -1,14 +1,13 @@
 """Read and write headers with a meaning of their own.  Pure.
 
+`Host` protects the server from browsers.  A page of a foreign site may resolve its own name to 127.0.0.1 (DNS rebinding).  The
+browser then takes this server for a part of that site, and sends it requests whose answers the site may read.  Such requests carry
+the site's name in `Host`, so a server that knows its names (`HostNames`) can refuse them.  An address in `Host` is no such trick,
+because addresses are not resolved.
+
 CORS headers let browsers decide which pages of other origins may read a response (Fetch standard, section 3.2).  Trace context
 (W3C) names the caller's span.  The load report (ORCA) informs load balancers.  vLLM's headers for replica and session choose
 where a request runs.
-
-Check the names by which a browser has reached the server.  Pure.
-
-A page of a foreign site may resolve its own name to 127.0.0.1 (DNS rebinding).  The browser then takes this server for a part of
-that site, and sends it requests whose answers the site may read.  Such requests carry the site's name in `Host`, so a server that
-knows its names can refuse them.  An address in `Host` is no such trick, because addresses are not resolved.
 """
 
 import ipaddress

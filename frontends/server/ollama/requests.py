@@ -1,9 +1,7 @@
-"""The bodies of Ollama's API, and what each of its options means here.
+"""Declare the bodies of Ollama's API, decide what each of its options means here, and make chats and completions of them.  Pure.
 
 Null means "not given".  `options` is a table of its own, which is checked as the fields of a body are: an option is
 honoured, refused by name, or known to change nothing.
-
-Requests of Ollama's API as chats and completions.  Pure.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""Serve `POST /v1/chat/completions`: the adapter of chats.
+"""Serve `POST /v1/chat/completions`, and `…/batch`, which takes several conversations and answers each by one choice.
 
-Serve `POST /v1/chat/completions/batch`: several conversations in one request, one choice for each.
+Both generate through the streaming driver. The adapters here turn a choice's text into content, reasoning and calls of a message.
 """
 
 from collections.abc import Awaitable, Sequence

@@ -1,11 +1,8 @@
-"""Declare the bodies of completions, chats and tokenization.
+"""Declare the bodies of completions, chats and tokenization, and the replies of completions and chats.
 
-A null means that the field is not given; the table in `fields.py` decides about all other fields.
-
-Declare the replies of completions and chats.
-
-The keys are exactly vLLM's.  A whole reply contains null for missing values, and a chunk of a stream omits most of them; `UNSET`
-omits a field.
+In a body, a null means that the field is not given; the table in `fields.py` decides about all other fields.  The keys of replies
+are exactly vLLM's.  A whole reply contains null for missing values, and a chunk of a stream omits most of them; `UNSET` omits a
+field.
 """
 
 from typing import Any, ClassVar, cast

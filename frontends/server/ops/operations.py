@@ -1,15 +1,11 @@
-"""Routes for operators: health checks, metrics, and the state of the server.
+"""Serve the routes for operators: health checks, metrics, the state of the server, llama.cpp's routes about it, and the page.
 
-Serve llama.cpp's read-only routes about the server: `GET /props` and `GET /slots`.
+Editors and monitors written for llama.cpp ask `GET /props` and `GET /slots` for the length of the context and for free slots.  A
+slot of llama.cpp corresponds to one of the `max_num_seqs` sequences that run at once.  Slots have no state of their own here, so
+nothing can be saved to or restored from one.
 
-Editors and monitors written for llama.cpp ask them for the length of the context and for free slots.  A slot of llama.cpp
-corresponds to one of the `max_num_seqs` sequences that run at once.  Slots have no state of their own here, so nothing can be
-saved to or restored from one.
-
-Serve the page at `/ui/`, and the stream of states behind it.
-
-The modules of the page are imported at its first request, so a server without viewers neither reads the files of the page nor
-spends time on its state.
+The modules of the page at `/ui/` are imported at its first request, so a server without viewers neither reads the files of the
+page nor spends time on its state.
 """
 
 from collections import Counter

@@ -1,11 +1,11 @@
-"""Stream frames to the viewers of the page: a frame is made at most once a period, whatever the number of viewers.
+"""Stream frames to the viewers of the page, and read its files.
 
-There is no task of its own.  All viewers wake at the same ticks of the clock; the first one of a tick makes the frame, the others
-send it too.  Without viewers nothing runs, and a viewer that reads slowly misses frames instead of queueing them.
+A frame is made at most once a period, whatever the number of viewers.  There is no task of its own: all viewers wake at the same
+ticks of the clock; the first one of a tick makes the frame, the others send it too.  Without viewers nothing runs, and a viewer that
+reads slowly misses frames instead of queueing them.
 
-Read the files of the page once, at the first request, and keep them with their compressed forms.
-
-Only the names in `KINDS` are served, so no path of a request reaches the file system.
+Files are read once, at the first request, and kept with their compressed forms.  Only the names in `KINDS` are served, so no path of
+a request reaches the file system.
 """
 
 import gzip

@@ -1,12 +1,10 @@
-"""Declare the bodies of the pooling routes.
+"""Declare the bodies of the pooling routes, and encode the arrays of their replies: numbers, base64 or bytes, in five dtypes.  Pure.
 
-A null means that the field is not given; the table in `fields.py` decides about all other fields.  The engine checks ranges, so they
-are not checked here a second time.
+In a body, a null means that the field is not given; the table in `fields.py` decides about all other fields.  The engine checks
+ranges, so they are not checked here a second time.
 
-Encode arrays for replies: numbers, base64 or bytes, in any of five dtypes.  Pure; it runs in threads.
-
-numpy has no bfloat16 and no 8-bit floats, so they are computed here by torch's rules: rounding to nearest, ties to even; values
-beyond the largest become the largest (e4m3, which has no infinity) or infinity.
+Arrays are encoded in threads.  numpy has no bfloat16 and no 8-bit floats, so they are computed here by torch's rules: rounding to
+nearest, ties to even; values beyond the largest become the largest (e4m3, which has no infinity) or infinity.
 """
 
 import sys

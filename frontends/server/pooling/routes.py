@@ -1,10 +1,8 @@
-"""Serve the routes of a pooling model.
+"""Serve the routes of a pooling model, Cohere's `/v2/embed` for texts and images among them.
 
     preprocess (checks; the engine renders) → one `encode` for each prompt → postprocess, in a thread
 
 A thread builds each reply, with all its floats, base64 or bytes, unless it is short.  The event loop only sends it.
-
-Serve `/v2/embed`, Cohere's route of embeddings: texts, images, or both in one input.
 """
 
 import time

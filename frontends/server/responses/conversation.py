@@ -1,7 +1,4 @@
-"""Convert items of the Responses API to the messages of a chat.  Pure.
-
-List the input items of a stored response in pages.  Pure.
-"""
+"""Convert items of the Responses API to the messages of a chat, and list the input items of a stored response in pages.  Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast

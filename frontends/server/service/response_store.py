@@ -1,4 +1,4 @@
-"""Keep responses in memory, so that follow-ups can name them by id.  Pure.
+"""Keep responses in memory, so that follow-ups can name them by id.  It has no tasks of its own.
 
 Laws.  The counted bytes never exceed the limit: the least recently used response is evicted first.  Only its owner finds a
 response, under its own id.  Running responses are never evicted; if nothing else can be evicted, the new response is not

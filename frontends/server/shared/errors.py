@@ -4,7 +4,7 @@ Laws.  Only errors that trouper raises on purpose for a request become a 4xx.  E
 a neutral message, and the log gets its text and traceback.  The size of a response does not depend on the request.  Codes
 are fields of the errors: this table reads no sentence.
 
-The refusal of what is known from other servers and is not built here, with what to use in its place.
+`unsupported` makes the refusal of fields that other servers support and this one does not, with what to use in their place.
 """
 
 import logging

@@ -1,10 +1,7 @@
-"""Find the folder or GGUF file that `model` names, on this machine or on the hub.
+"""Find the folder or GGUF file that `model` names: on this machine, on the hub, or nowhere, for a geometry without a folder.
 
-Geometries without a folder: `load_format="dummy"` accepts their names as models.
-
-They contain the fields of config.json that determine weights and steps.  `tiny` is for trying a command.
-
-List and download the files of a repository on the hub.
+Of a repository on the hub only the files that an engine reads are downloaded (`PATTERNS`).  With `load_format="dummy"` the names in
+`GEOMETRIES` are models too.  They contain the fields of config.json that determine weights and steps.  `tiny` is for trying a command.
 """
 
 import difflib

@@ -1,9 +1,7 @@
-"""Read from config.json whether a model has recurrent layers, and how many layers keep keys and values.
+"""Read from config.json whether a model has recurrent layers, how many layers keep keys and values, and the bytes of its states.
 
-Each family has its own fields for this.  They serve estimates and early refusals; the layers themselves are known only after
-the model is loaded.
-
-The bytes of a sequence's recurrent states, from config.json: what `trouper models` shows before weights are read.
+Each family has its own fields for this.  They serve estimates, early refusals and `trouper models`; the layers themselves are
+known only after the model is loaded.
 """
 
 from collections.abc import Mapping

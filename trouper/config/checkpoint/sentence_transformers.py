@@ -3,10 +3,9 @@
 `modules.json` lists them in the order of computation, and each has a config of its own.  A module that is not known is refused by
 name, because leaving it out would change every embedding.
 
-How a late-interaction model was trained to read queries and documents, from its folder.
-
-PyLate stores this in `config_sentence_transformers.json`, with the names and defaults used here; sentence-transformers in
-the configs of its modules; and Stanford's ColBERT in `artifact.metadata`.  Without any of them texts are read unchanged.
+Late-interaction models were trained to read queries and documents with marks and lengths of their own.  PyLate stores these in
+`config_sentence_transformers.json`, with the names and defaults used here; sentence-transformers in the configs of its modules; and
+Stanford's ColBERT in `artifact.metadata`.  Without any of them texts are read unchanged.
 """
 
 import string

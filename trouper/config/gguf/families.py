@@ -1,10 +1,8 @@
-"""The differences of GGUF architectures from each other: names, keys and scales, and those of families with layer norms.
+"""The differences of GGUF architectures from each other: names, keys and scales, those of families with layer norms, and experts.
 
 Each entry also records the order of a file's rows of q and k.  llama.cpp's architectures with "normal" rotation rotate
 neighbouring dimensions.  Their files are permuted if the checkpoint rotates halves, and unchanged if the checkpoint rotates
-neighbours as well (GLM, ERNIE).
-
-Read the experts of a mixture from a GGUF header: their number, widths, and the tensors that contain all of them.
+neighbours as well (GLM, ERNIE).  The number and widths of experts are read from the header alike for all of them.
 """
 
 from collections.abc import Callable, Mapping

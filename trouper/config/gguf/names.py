@@ -1,13 +1,12 @@
-"""Translate the fields and tensors of a GGUF header to those of config.json and of safetensors.
-
-The traits of a model are then read from this config.json like from any other.  Some properties follow only from the
-architecture's name, so they are defined here: Gemma's attention scale and local base frequency, and permuted rows.
-
-Find the GGUF files of one model in a folder or a repository, by their names only.
+"""Find the GGUF files of a model by their names, and translate the fields and tensors of their headers.
 
 A model is a file, or a split.  Its name is the name of its (first) file without `.gguf` and the suffix of the split.  QUANT
 in `ORG/NAME:QUANT` matches complete parts of the name, ignoring case: parts are separated by `-`, `.` and `/`, and may
 begin after `_`.  So F16 does not match BF16, and Q4_K matches neither Q4_K_M nor IQ4_K.  A complete name matches exactly.
+
+Fields become those of config.json, and tensors get their names in safetensors, so the traits of a model are read from a GGUF file
+like from any other.  Some properties follow only from the architecture's name, so they are defined here: Gemma's attention scale
+and local base frequency, and permuted rows.
 """
 
 import re

@@ -1,13 +1,11 @@
-"""A decoder as a pooling model: it reads whole prompts and keeps nothing between steps.
+"""Run pooling models that an encoder's code does not cover: decoders, and the two towers of CLIP and SigLIP.
 
-All layers share scratch memory for the keys and values of one layer. Each prompt has whole blocks of it, so the decoder's
-paged attention reads it like a KV cache. Models that embed with bidirectional attention (EmbeddingGemma, gte-Qwen2) use
-the attention of encoders over the same keys.
+`UnpagedDecoder` reads whole prompts and keeps nothing between steps.  All layers share scratch memory for the keys and values
+of one layer. Each prompt has whole blocks of it, so the decoder's paged attention reads it like a KV cache. Models that embed
+with bidirectional attention (EmbeddingGemma, gte-Qwen2) use the attention of encoders over the same keys.
 
-Run a model with a tower of texts and a tower of images, such as CLIP and SigLIP, by the code of transformers.
-
-Both towers end in one space, so the embedding of a text is compared with that of an image.  Texts of one length are one batch;
-each image is computed separately.
+`TwoTowerRunner` runs a tower of texts and a tower of images by the code of transformers. Both towers end in one space, so the
+embedding of a text is compared with that of an image. Texts of one length are one batch; each image is computed separately.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,12 +1,10 @@
-"""Hold everything that an engine keeps in the memory of a GPU: weights, KV cache, tables of request slots, step inputs.
+"""Hold everything that an engine keeps in the memory of a GPU: weights, adapters, KV cache, tables of request slots, step inputs.
 
 Captured steps read and write fixed addresses, so everything except the activations is allocated once, here. The KV cache
 gets the memory that remains: `kv_budget` computes its size.
 
-The LoRA adapters of a model on a GPU, and the adapter of each token of a step.
-
-Steps without adapters have CUDA graphs of their own, which launch nothing for adapters. In the other graphs, the rows and
-their adapters are data at a fixed address, so one graph serves every mixture of adapters.
+The adapter of each row is data at a fixed address too, so one CUDA graph serves every mixture of adapters. Steps without
+adapters have graphs of their own, which launch nothing for them.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,18 +1,11 @@
 """The workers of one order on one machine: their links, processes and end.
 
-This module is synchronous because both our own host and an actor of Ray use it. Workers on the same machine
-share rings. Links to other machines are TCP connections that this module opens and the workers inherit, so
-workers need neither key nor address.
+`WorkerGroup` starts the workers. Those on one machine share rings. Links to other machines are TCP connections that
+this module opens or accepts (`LinkAcceptor`) and the workers inherit, so workers need neither key nor address. Handshakes run
+concurrently, so a silent or deliberately slow client delays no other. `RemotePeer` is a worker on another machine as the engine sees it.
 
-Accepts the stage links that other machines dial.
-
-The handshakes run concurrently, so a silent or deliberately slow client delays no other. The code is
-synchronous because it runs in the thread that connects a group.
-
-A worker on another machine, reached through a TCP connection; its end shows the end of the worker.
-
-TCP buffers are too small for an adapter or a vocabulary, and sending must never wait, so frames queue here
-and the task that receives also sends them.
+The code is synchronous because both our own host and an actor of Ray use it, and because it runs in the thread that connects
+a group.
 """
 
 import selectors
