@@ -6,6 +6,7 @@ need to continue. Everything here is pure bookkeeping.
 """
 
 import math
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Self
 
@@ -28,7 +29,7 @@ from trouper.actors.messages.controls import (
     StopProfile,
     Wake,
 )
-from trouper.actors.messages.steps import PoolPlan, StepPlan
+from trouper.actors.messages.steps import PoolPlan, StepPlan, TierAnswer
 from trouper.actors.runtime.event_loop import Future
 from trouper.config.adapters import AdapterFiles
 from trouper.config.engine_config import EngineConfig
@@ -211,3 +212,84 @@ class RestoredState:
                 self._adapters[slot] = files
             case ProbeDevice():
                 pass
+
+
+class _OpenOrder(msgspec.Struct):
+    """The answers to an order to the tier so far."""
+
+    num_answers: int = 0
+    num_done: int = 0
+    seconds: float = 0.0
+
+
+class TierParts:
+    """Joins what the workers of a device answer about the tier on disk.
+
+    Each worker keeps its part of every block in files of its own. A block is there only if all parts are, so the worker that has done
+    least decides for all. Until every worker has opened its folder, nothing is answered.
+
+    Memory: the names of each worker's files, and the orders in flight.
+    """
+
+    def __init__(self, num_workers: int) -> None:
+        # The names of each worker's files; None until it has opened its folder.
+        self._names: list[set[bytes] | None] = [None] * num_workers
+        self._orders: dict[int, _OpenOrder] = {}
+        # Of what `take` has not returned yet: the orders that all workers have answered; blocks that came (True) or went; whether all
+        # blocks must be listed; and whether there is something new without an order.
+        self._done: deque[tuple[int, _OpenOrder]] = deque()
+        self._changes: dict[bytes, bool] = {}
+        self._is_anew = self._has_news = False
+        self._refused: Counter[str] = Counter()
+        self._sizes = 0, 0
+
+    def __repr__(self) -> str:
+        return f"<TierParts of {len(self._names)} workers: {len(self._orders)} orders>"
+
+    def note(self, worker: int, answer: TierAnswer) -> None:
+        """Record an answer of a worker."""
+        names = self._names[worker]
+        if answer.is_anew or names is None:
+            names = self._names[worker] = set()
+            self._is_anew = True
+        names.update(answer.added)
+        names.difference_update(answer.removed)
+        # The whole list contains these changes.
+        if not self._is_anew:
+            for name in answer.added:
+                if all(name in (of or ()) for of in self._names):
+                    self._changes[name] = True
+            self._changes.update(dict.fromkeys(answer.removed, False))
+        self._refused.update(dict(answer.refused))
+        self._sizes = answer.num_bytes, answer.num_files
+        if not answer.number:
+            self._has_news = True
+            return
+        order = self._orders.setdefault(answer.number, _OpenOrder(num_done=answer.num_done))
+        order.num_answers += 1
+        order.num_done = min(order.num_done, answer.num_done)
+        order.seconds = max(order.seconds, answer.seconds)
+        if order.num_answers == len(self._names):
+            self._done.append((answer.number, self._orders.pop(answer.number)))
+
+    def take(self) -> TierAnswer | None:
+        """Take the next answer of all workers together; returns None if there is none yet."""
+        opened = [names for names in self._names if names is not None]
+        if len(opened) < len(self._names) or not (self._done or self._has_news):
+            return None
+        number, order = self._done.popleft() if self._done else (0, _OpenOrder())
+        is_anew, changes, refused = self._is_anew, self._changes, tuple(self._refused.items())
+        if is_anew:
+            changes = dict.fromkeys(set.intersection(*opened), True)
+        self._is_anew = self._has_news = False
+        self._changes, self._refused = {}, Counter()
+        return TierAnswer(
+            number,
+            order.num_done,
+            order.seconds,
+            is_anew,
+            tuple(name for name, is_here in changes.items() if is_here),
+            tuple(name for name, is_here in changes.items() if not is_here),
+            *self._sizes,
+            refused,
+        )

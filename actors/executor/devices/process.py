@@ -19,7 +19,12 @@ import msgspec
 
 from trouper.actors.executor.device import DeviceEvent, DeviceInfo, StepResult
 from trouper.actors.executor.devices.kept_files import KeptFiles
-from trouper.actors.executor.devices.outstanding import OpenCalls, RestoredState, SubmittedPlan
+from trouper.actors.executor.devices.outstanding import (
+    OpenCalls,
+    RestoredState,
+    SubmittedPlan,
+    TierParts,
+)
 from trouper.actors.executor.devices.supervision import (
     Death,
     RestartBudget,
@@ -74,7 +79,7 @@ from trouper.actors.messages.steps import (
     TierOrder,
 )
 from trouper.config.engine_config import EngineConfig
-from trouper.errors import DeviceStartError, RetryableRequestError
+from trouper.errors import DeviceStartError, RetryableRequestError, invalid
 
 logger = logging.getLogger(__name__)
 FrameKind = TypeVar("FrameKind", Loaded, Returned)
@@ -127,8 +132,7 @@ class ProcessDevice:
         self._kept = KeptFiles(config)
         # Set once the workers have the vocabulary; restarted workers receive it as well.
         self._vocabulary: Vocabulary | None = None
-        # What a worker has found in the tier on disk before it was loaded: one answer.
-        self._early: deque[TierAnswer] = deque()
+        self._tier = TierParts(config.workers_per_replica)
         # Answers to the open grammar order, one for each worker.
         self._ready: list[GrammarReady] = []
         self._budget = RestartBudget(config.max_worker_restarts, config.worker_restart_window_s)
@@ -194,7 +198,7 @@ class ProcessDevice:
             send_to_all(self._workers, order)
 
     def order_tier(self, order: TierOrder) -> None:
-        """Send an order to the tier. It is dropped if the worker was lost: the scheduler has forgotten it."""
+        """Send an order to the tier of each worker. It is dropped if the workers were lost: the scheduler has forgotten it."""
         if self._state is WorkerState.UP:
             send_to_all(self._workers, order)
 
@@ -207,8 +211,9 @@ class ProcessDevice:
 
     async def receive(self) -> DeviceEvent:
         while True:
-            if self._early and self._state is WorkerState.UP:
-                return self._early.popleft()
+            # Workers find their files before they are loaded.
+            if self._state is WorkerState.UP and (answer := self._tier.take()) is not None:
+                return answer
             if self._state is WorkerState.FAILED:
                 await self._launch_workers.release()
                 raise DeviceStartError(self._failure)
@@ -227,8 +232,6 @@ class ProcessDevice:
         """Interpret a worker's frame. Returns None if the scheduler need not know of it."""
         if isinstance(frame, GrammarReady):
             return self._note_ready(frame)
-        if isinstance(frame, TierAnswer):
-            return frame
         if not isinstance(frame, StepDone | PoolDone | StepFailed):
             self._note(rank, frame)
             if (differ := self._calls.differ) is not None:
@@ -296,7 +299,7 @@ class ProcessDevice:
         began_s = anyio.current_time()
         self._workers = [WorkerLink(rank, peer) for rank, peer in enumerate(peers)]
         self._ready.clear()
-        self._early.clear()
+        self._tier = TierParts(len(peers))
         self._kept.send(self._workers)
         for worker in self._workers:
             send_to_all([worker], self._restored.load(config, worker.rank))
@@ -319,6 +322,9 @@ class ProcessDevice:
         infos, self._load_s = [frame.info for frame in loaded], anyio.current_time() - began_s
         # The ranks of a stage, and all stages, hold a part of each block.
         size = sum(info.kv_layout.block_bytes for info in infos)
+        if config.tier is not None and size > config.tier.max_bytes:
+            rule = f"has no room for one block of {size} bytes"
+            raise invalid("kv_tier_size", rule, config.tier.max_bytes)
         return msgspec.structs.replace(
             infos[0],
             layout=msgspec.structs.replace(infos[0].kv_layout, block_bytes=size),
@@ -484,7 +490,7 @@ class ProcessDevice:
             case LogRecord(name, level, message):
                 logging.getLogger(f"trouper.worker.{number}.{name}").log(level, "%s", message)
             case TierAnswer():
-                self._early.append(frame)
+                self._tier.note(rank, frame)
             case Progress(phase):
                 log_phase(phase, where=f"worker {number}: ")
             case _:
