@@ -250,6 +250,7 @@ class TierOrder(msgspec.Struct, frozen=True):
 
     A thread of the device performs the orders one after another, while later plans run.  Each order is answered.  An order may also be
     about one recurrent state (`is_state`).  Then its one block is a row of the state pool.
+    With stages or ranks each worker performs an order for its part of the block, and their answers are joined.
 
     Kinds:
         store: write a block, which no plan changes until the answer.

@@ -10,7 +10,7 @@ itself.
 import ctypes
 import gc
 import os
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -72,13 +72,15 @@ def _open(folder: Path) -> None:
 SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 
-def num_physical_cores() -> int:
-    """Count the cores that this process may use. Two hyper-threads of a core count once, since matrix products
-    gain nothing from the second.
+def num_physical_cores(cpus: Collection[int] | None = None) -> int:
+    """Count the cores of these processors, by default of those that this process may use.
+
+    Two hyper-threads of a core count once, since matrix products gain nothing from the second.
     """
-    cpus = (
-        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    )
+    if cpus is None and hasattr(os, "sched_getaffinity"):
+        cpus = os.sched_getaffinity(0)
+    elif cpus is None:
+        cpus = range(os.cpu_count() or 1)
     try:
         return len({Path(SIBLINGS.format(cpu)).read_text() for cpu in cpus})
     except OSError:

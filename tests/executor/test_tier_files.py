@@ -24,6 +24,9 @@ from trouper.actors.executor.steps.tier_files import (
 )
 from trouper.actors.executor.steps.tier_thread import IDLE_S, TierThread
 from trouper.actors.executor.workers import tier_space
+from trouper.config.args import EngineArgs
+from trouper.config.parallel import CPU_BIND, PARTITION
+from trouper.config.resolve import resolve
 from trouper.config.tier import TierConfig
 
 SPACE = b"s" * 16
@@ -304,6 +307,27 @@ def test_weights_are_read_once_while_they_do_not_change(tmp_path, monkeypatch):
     os.truncate(file, 3)
     assert tier_space._digests([file], memory) != first
     assert stat.S_IMODE(memory.stat().st_mode) == 0o600
+
+
+def test_each_part_of_a_model_has_its_own_space(tmp_path, monkeypatch):
+    spaces = []
+    for options, cuts, bound in (
+        ({}, "", ""),
+        ({"pipeline_parallel_size": 2}, "", ""),
+        ({"pipeline_parallel_size": 2}, "1,8", ""),
+        ({"tensor_parallel_size": 2}, "", ""),
+        # A rank's part depends on the threads of the other one.
+        ({"tensor_parallel_size": 2}, "", "0|0,1"),
+    ):
+        monkeypatch.setenv(CPU_BIND, bound)
+        with monkeypatch.context() as patch:
+            if cuts:
+                patch.setenv(PARTITION, cuts)
+            tier = {"kv_tier_dir": str(tmp_path / "t"), "load_format": "dummy"}
+            config = resolve(EngineArgs(**options, **tier))
+        workers = range(config.workers_per_replica)
+        spaces += [tier_space.find_space(config, worker, 1) for worker in workers]
+    assert len(set(spaces)) == len(spaces) == 9
 
 
 @pytest.mark.parametrize(

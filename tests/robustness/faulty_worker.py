@@ -1,6 +1,7 @@
 """Run a faulty worker, with the arguments of a real one: `python -m … CONTROL PARENT`.
 
-It dies when it computes a prompt that begins with POISON. Once, in one step, it or a successor also executes the fault in the file
+It dies when it computes a prompt that begins with POISON. The worker whose number is in `TROUPER_TEST_HANGING_DISK` never reads a block of
+the tier on disk. Once, in one step, it or a successor also executes the fault in the file
 named by `TROUPER_TEST_FAULT`; it removes the file first.
 """
 
@@ -8,6 +9,7 @@ import faulthandler
 import os
 import resource
 import signal
+import threading
 from pathlib import Path
 
 from trouper.actors.executor.workers import worker
@@ -32,7 +34,16 @@ def run() -> None:
         return execute(self, plan)
 
     ModelHost.execute = execute_or_fail
+    if os.environ.get("TROUPER_TEST_HANGING_DISK"):
+        ModelHost.open_tier = open_hanging_tier
     worker.main()
+
+
+def open_hanging_tier(host, answer) -> None:
+    """Open the tier, whose disk hangs from now on in one worker."""
+    if host._rank == int(os.environ["TROUPER_TEST_HANGING_DISK"]):
+        host._tier._disk.read = lambda path, most: threading.Event().wait()
+    host._tier.begin(answer)
 
 
 def fail_once(host) -> None:

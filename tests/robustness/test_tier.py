@@ -10,7 +10,6 @@ import threading
 import time
 import urllib.request
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 
 import anyio
 import pytest
@@ -25,6 +24,7 @@ from trouper.actors.executor.steps.tier_files import HEAD, PACKED, TierDisk
 from trouper.actors.executor.workers.launching import MODULE, launch
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
+from trouper.config.tier import tier_config
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 OPTIONS = {
@@ -434,8 +434,6 @@ def test_adapter_of_the_same_name_finds_no_foreign_block(tmp_path):
         ({"kv_tier_dir": "{}", "kv_tier_write_rate": -1}, "kv_tier_write_rate"),
         ({"kv_tier_dir": "{}", "kv_tier_min_free": 1.0}, "kv_tier_min_free"),
         ({"kv_tier_dir": "{}", "enable_prefix_caching": False}, "kv_tier_dir"),
-        ({"kv_tier_dir": "{}", "tensor_parallel_size": 2}, "kv_tier_dir"),
-        ({"kv_tier_dir": "{}", "pipeline_parallel_size": 2}, "kv_tier_dir"),
         ({"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1"}}, "kv_transfer_config"),
         ({"kv_tier_dir": "/dev/null/x"}, "kv_tier_dir"),
     ],
@@ -445,6 +443,15 @@ def test_bad_options_are_refused_by_name(tmp_path, options, parameter):
     with pytest.raises((TrouperValidationError, UnsupportedFeatureError)) as caught:
         resolve(EngineArgs("tiny", **{**OPTIONS, **options}))
     assert caught.value.parameter == parameter
+
+
+@pytest.mark.parametrize("options", [{"nnodes": 2}, {"distributed_executor_backend": "ray"}])
+def test_several_machines_are_refused_by_name(tmp_path, options):
+    args = EngineArgs("tiny", kv_tier_dir=str(tmp_path / "t"), **options)
+    with pytest.raises(UnsupportedFeatureError, match="machine") as caught:
+        tier_config(args, "cpu", generates=True)
+    assert caught.value.parameter == "kv_tier_dir"
+    assert not (tmp_path / "t").exists()
 
 
 def test_open_folder_is_refused(tmp_path):
@@ -507,20 +514,19 @@ def hit_tokens(port):
 
 
 @asynccontextmanager
-async def replicas_of(folder):
-    """Open an engine of two worker processes with one folder.  Yields it and a function that kills one of them."""
-    options = {**OPTIONS, "data_parallel_size": 2, "kv_tier_dir": str(folder)}
-    options["max_worker_restarts"] = 1000
+async def workers_of(folder, module=MODULE, **sizes):
+    """Open an engine of worker processes with one folder.  Yields it and a function that kills one of them."""
+    options = {**OPTIONS, **sizes, "kv_tier_dir": str(folder), "max_worker_restarts": 1000}
     config = resolve(EngineArgs("tiny", **options))
-    peers = [[], []]
+    peers = {}
 
-    def start(replica, rank, *, files=()):
-        peers[replica].append(launch(rank, MODULE, files=files))
-        return peers[replica][-1]
+    def start(worker, *, files=()):
+        peers[worker] = launch(worker, module, files=files)
+        return peers[worker]
 
-    devices = [ProcessDevice(config, partial(start, r), replica=r) for r in range(2)]
+    devices = [ProcessDevice(config, start, replica=r) for r in range(config.data_parallel_size)]
     async with open_engine(config, devices) as engine:
-        yield engine, lambda replica, number: os.kill(peers[replica][-1].pid, number)
+        yield engine, lambda worker, number: os.kill(peers[worker].pid, number)
 
 
 async def stream_all(engine, label, tell):
@@ -540,9 +546,9 @@ async def stream_all(engine, label, tell):
     return [found[number] for number in sorted(found)]
 
 
-async def kill_again_and_again(folder, expected, num_kills):
+async def kill_again_and_again(folder, expected, num_kills, **sizes):
     """Kill workers that store and fetch, before and after first tokens.  Returns how many tokens came from the disk."""
-    async with replicas_of(folder) as (engine, kill):
+    async with workers_of(folder, **sizes) as (engine, kill):
         for number in range(num_kills):
             when, how = number % 7, signal.SIGSEGV if number % 3 == 2 else signal.SIGKILL
 
@@ -561,8 +567,13 @@ async def kill_again_and_again(folder, expected, num_kills):
 
 @pytest.mark.slow
 @pytest.mark.trio
-async def test_killed_replicas_with_one_folder_change_no_token(copied, expected):
-    assert await kill_again_and_again(copied, tokens(expected), 3) > 0
+@pytest.mark.parametrize(
+    "sizes",
+    [{"data_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}],
+    ids=["replicas", "stages", "ranks"],
+)
+async def test_killed_workers_with_one_folder_change_no_token(copied, expected, sizes):
+    assert await kill_again_and_again(copied, tokens(expected), 3, **sizes) > 0
 
 
 @pytest.mark.slow

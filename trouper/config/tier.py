@@ -69,19 +69,15 @@ def tier_config(args: EngineArgs, device: DeviceKind, *, generates: bool) -> Tie
 
 def _check_support(args: EngineArgs, device: DeviceKind, *, generates: bool) -> None:
     """Refuse what a tier does not support, by name."""
-    several = {
-        "tensor_parallel_size": args.tensor_parallel_size,
-        "pipeline_parallel_size": args.pipeline_parallel_size,
-        "nnodes": args.nnodes,
-    }
-    name, size = next(((n, s) for n, s in several.items() if s > 1), ("", 1))
     reason = None
     if not generates:
         reason = "a pooling model has no KV cache"
     elif device != "cpu":
         reason = f"not with device={device!r}"
-    elif size > 1:
-        reason = f"not with {name}={size}"
+    elif args.nnodes > 1:
+        reason = f"not with nnodes={args.nnodes}: all workers must use one folder of one machine"
+    elif args.distributed_executor_backend == "ray":
+        reason = "not with distributed_executor_backend='ray', which chooses machines itself"
     if reason is not None:
         raise UnsupportedFeatureError(f"kv_tier_dir: {reason}", parameter="kv_tier_dir")
 

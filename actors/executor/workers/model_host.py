@@ -19,6 +19,8 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, assert_never, cast
 
+import msgspec
+
 from trouper.actors.executor.device import DeviceInfo, PendingResult, StepResult, timed
 from trouper.actors.executor.runners.cpu.process_resources import be_nice, compute_with, start_nice
 from trouper.actors.messages.controls import (
@@ -168,9 +170,13 @@ class ModelHost:
         from trouper.actors.executor.steps.tier_thread import TierThread
         from trouper.actors.executor.workers.tier_space import find_space
 
-        assert self._config.tier is not None
-        space = partial(find_space, self._config, num_threads)
-        self._tier = TierThread(self._config.tier, space, self._timer.idle_s)
+        config = self._config
+        assert config.tier is not None
+        # The workers write their parts of a block at the same time.
+        rate = max(1, config.tier.write_rate // config.workers_per_replica)
+        space = partial(find_space, config, self._rank, num_threads)
+        tier = msgspec.structs.replace(config.tier, write_rate=rate)
+        self._tier = TierThread(tier, space, self._timer.idle_s)
 
     def open_tier(self, answer: Callable[[TierAnswer], None]) -> None:
         """Let the tier on disk answer, if the config has one. Call it after `load`.
@@ -186,8 +192,11 @@ class ModelHost:
         if self._tier is None:
             return
         from trouper.actors.executor.runners.cpu.runner import CpuRunner
+        from trouper.actors.executor.runners.cpu.stage_runner import StageRunner
 
         runner = self._runner
+        if isinstance(runner, StageRunner):
+            runner = runner.runner
         assert isinstance(runner, CpuRunner), "the options of a tier are checked before"
         if (kv := runner.kv_cache) is not None:
             self._tier.attach(kv, self._config.block_size, runner.states)

@@ -19,6 +19,7 @@ import torch
 
 from trouper.actors.executor.steps.tier_files import RefusedError, TierDisk
 from trouper.actors.executor.workers.model_files import weight_files
+from trouper.actors.runtime.startup import num_physical_cores
 from trouper.config.engine_config import EngineConfig
 from trouper.kernels.codegen import choice
 from trouper.kernels.select import this_processor
@@ -26,7 +27,7 @@ from trouper.kernels.select import this_processor
 # Fields of the config that cannot change a bit of KV.  All others are part of the space, also those that will be added.
 NOT_SHAPING = frozenset({
     "model", "draft_model", "tokenizer", "code_path", "device_worker", "max_worker_restarts", "worker_restart_window_s",
-    "step_timeout_s", "data_parallel_size", "nodes", "num_workers_here", "layer_partition", "cpu_bind", "gpu_memory_utilization",
+    "step_timeout_s", "data_parallel_size", "nodes", "num_workers_here", "cpu_bind", "gpu_memory_utilization",
     "is_length_open", "is_num_seqs_open", "max_logprobs", "renderer_num_workers", "num_blocks", "kv_cache_bytes", "stream_interval",
     "chat_template", "structured_outputs", "reasoning", "enable_prompt_embeds", "media", "no_media", "shutdown_timeout_s",
     "render_timeout_s", "log_stats", "log_stats_interval_s", "metrics_prefix", "served_names", "profiler_config",
@@ -51,10 +52,11 @@ MOST_DIGESTS = 10_000
 MEMORY_BYTES = 2**22
 
 
-def find_space(config: EngineConfig, num_threads: int) -> bytes:
+def find_space(config: EngineConfig, worker: int, num_threads: int) -> bytes:
     """Return the name of the space, of 16 bytes.  It reads all weights that it has not read before.
 
     Args:
+        worker: the number of the worker on its device. Each has a part of every block, and a space of its own.
         num_threads: of the computation, for a model that is not tiny.
     """
     assert config.tier is not None
@@ -64,6 +66,8 @@ def find_space(config: EngineConfig, num_threads: int) -> bytes:
         None if config.media is None else _without(config.media, NOT_SHAPING_OF_MEDIA),
         config.seed if config.load_format == "dummy" else None,
         _digests(weight_files(config), Path(config.tier.folder) / "weights.json"),
+        # The part of a worker depends on what all of them compute.
+        [config.num_stages, worker, [num_physical_cores(cpus) for cpus in config.cpu_bind or ()]],
         num_threads,
         _code_digest(),
         _machine(),
