@@ -9,12 +9,14 @@ import pytest
 from tests.robustness.test_tier import (
     GREEDY,
     PROMPTS,
+    Hybrid,
     an_llm,
     answers,
     damage,
     files_of,
     stream_all,
     tokens,
+    wait_for,
     wait_for_files,
     workers_of,
 )
@@ -48,10 +50,6 @@ def stored(request, tmp_path_factory, expected):
     return sizes, folder
 
 
-def spaces_of(folder):
-    return [path for path in folder.iterdir() if path.is_dir()]
-
-
 def copy_of(stored, tmp_path):
     sizes, folder = stored
     copied = tmp_path / "tier"
@@ -60,27 +58,31 @@ def copy_of(stored, tmp_path):
 
 
 def test_parts_of_all_workers_survive_the_engine(stored, expected, tmp_path):
+    """Damage to the parts of one worker then costs only time."""
     sizes, folder = copy_of(stored, tmp_path)
     with an_llm(folder, **sizes) as llm:
         assert answers(llm) == (expected, 3 * 144)
-        assert [len(files_of(space)) for space in spaces_of(folder)] == [27, 27]
-        assert llm.reset_prefix_cache(reset_connector=True)
-        wait_for_files(folder, 0)
-    with an_llm(folder, pipeline_parallel_size=2, tensor_parallel_size=2) as llm:
-        assert answers(llm) == (expected, 0)
-
-
-def test_damaged_parts_of_one_worker_cost_only_time(stored, expected, tmp_path):
-    sizes, folder = copy_of(stored, tmp_path)
-    files = files_of(spaces_of(folder)[0])
-    for number, path in enumerate(files[::3]):
-        damage(path, number, files[number - 1])
-    with an_llm(folder, **sizes) as llm:
+        spaces = [files_of(path) for path in folder.iterdir() if path.is_dir()]
+        assert list(map(len, spaces)) == [27, 27]
+        for number, path in enumerate(spaces[0][::3]):
+            damage(path, number, spaces[0][number - 1])
+        assert llm.reset_prefix_cache()
         found, num_cached = answers(llm)
         assert found == expected
-        assert 0 < num_cached < 3 * 144
-        assert llm.reset_prefix_cache()
-        assert answers(llm)[0] == expected
+        assert num_cached < 3 * 144
+        assert llm.reset_prefix_cache(reset_connector=True)
+        wait_for(lambda: not files_of(folder))
+
+
+def test_stages_with_and_without_states_survive_the_engine(tmp_path):
+    """The first stage has recurrent layers only, and the second one has none."""
+    hybrid = Hybrid("qwen3_5_text", tmp_path)
+    hybrid.folder = tmp_path / "stages"
+    for num_cached in (0, 3 * 144):
+        with hybrid.llm(hybrid.folder, pipeline_parallel_size=2) as llm:
+            assert answers(llm) == (hybrid.expected, num_cached)
+            wait_for(lambda: len(hybrid.states()) == 2 * 3)
+            wait_for_files(hybrid.folder, 2 * 27)
 
 
 @pytest.mark.trio

@@ -308,24 +308,23 @@ def test_device_joins_answers_and_forgets_them_with_its_workers():
 
 
 class LargePeer(FakePeer):
-    """A worker whose part of a block has 4 kB."""
+    """A worker whose part of a block has 4,000 bytes, and of a state 4,500."""
 
     def write(self, *frames):
-        info = msgspec.structs.replace(INFO, layout=KVLayout(16, block_bytes=4000))
+        layout = KVLayout(16, block_bytes=4000)
+        info = msgspec.structs.replace(INFO, layout=layout, state_bytes=4500)
         super().write(*(Loaded(info) if isinstance(frame, Loaded) else frame for frame in frames))
 
 
-@pytest.mark.parametrize(("size", "fits"), [(7999, False), (8000, True)])
-def test_folder_without_room_for_all_parts_is_refused(tmp_path, size, fits):
+@pytest.mark.parametrize("size", [7999, 8999])
+def test_folder_without_room_for_all_parts_is_refused(tmp_path, size):
     async def act():
         options = {"kv_tier_dir": str(tmp_path / "t"), "kv_tier_size": size}
-        device = make_device(FakeLauncher(LargePeer), num_stages=2, **options)
-        if fits:
-            assert (await device.load()).kv_layout.block_bytes == size
-        else:
-            with pytest.raises(TrouperValidationError, match="8000 bytes") as caught:
-                await device.load()
-            assert caught.value.parameter == "kv_tier_size"
+        with pytest.raises(TrouperValidationError, match="no room") as caught:
+            await make_device(FakeLauncher(LargePeer), 2, **options).load()
+        assert caught.value.parameter == "kv_tier_size"
+        device = make_device(FakeLauncher(LargePeer), 2, **options | {"kv_tier_size": 9000})
+        assert (await device.load()).kv_layout.block_bytes == 8000
         await device.aclose()
 
     run(act)

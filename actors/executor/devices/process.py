@@ -322,8 +322,9 @@ class ProcessDevice:
         infos, self._load_s = [frame.info for frame in loaded], anyio.current_time() - began_s
         # The ranks of a stage, and all stages, hold a part of each block.
         size = sum(info.kv_layout.block_bytes for info in infos)
-        if config.tier is not None and size > config.tier.max_bytes:
-            rule = f"has no room for one block of {size} bytes"
+        state_size = sum(info.state_bytes for info in infos)
+        if config.tier is not None and max(size, state_size) > config.tier.max_bytes:
+            rule = f"has no room for one block of {size} bytes or one state of {state_size} bytes"
             raise invalid("kv_tier_size", rule, config.tier.max_bytes)
         return msgspec.structs.replace(
             infos[0],
@@ -332,7 +333,7 @@ class ProcessDevice:
             num_blocks=min(info.num_blocks for info in infos),
             num_weight_bytes=sum(info.num_weight_bytes for info in infos),
             # Every stage has the states of its own layers, and all have the same number of rows.
-            state_bytes=sum(info.state_bytes for info in infos),
+            state_bytes=state_size,
         )
 
     async def _frames_of_all(self, kind: type[FrameKind]) -> list[FrameKind] | Death:

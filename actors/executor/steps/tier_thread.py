@@ -101,25 +101,37 @@ class Pages:
 
 
 class StateRows:
-    """The rows of a state pool as bytes: how many tokens the state has seen, and the state."""
+    """The rows of a state pool as bytes: how many tokens the state has seen, and the state.
+
+    A stage without recurrent layers has no pool. Its part of a state is empty, but it is a file: a state is there only if all parts are.
+    """
 
     # States are float32, and are stored as they are.
     codec = None
 
-    def __init__(self, states: StatePool) -> None:
-        self._rows, self._positions = states.rows, states.positions
-        self._head = self._positions.itemsize
-        self.num_bytes = self._head + self._rows.shape[1]
+    def __init__(self, states: StatePool | None) -> None:
+        self._parts: tuple[Bytes, ...] = ()
+        if states is not None:
+            positions = states.positions.view(np.uint8).reshape(len(states.positions), -1)
+            self._parts = positions, states.rows
+        self.num_bytes = sum(part.shape[1] for part in self._parts)
 
     def copy_out(self, row: int, raw: Bytes) -> None:
         """Copy a row to `raw`."""
-        raw[: self._head] = self._positions[row : row + 1].view(np.uint8)
-        raw[self._head :] = self._rows[row]
+        for part, view in self._views(row, raw):
+            np.copyto(view, part)
 
     def copy_in(self, row: int, raw: Bytes) -> None:
         """Overwrite a row with `raw`."""
-        self._rows[row] = raw[self._head :]
-        self._positions[row : row + 1] = raw[: self._head].view(self._positions.dtype)
+        for part, view in self._views(row, raw):
+            np.copyto(part, view)
+
+    def _views(self, row: int, raw: Bytes) -> Any:
+        start = 0
+        for part in self._parts:
+            end = start + part.shape[1]
+            yield part[row], raw[start:end]
+            start = end
 
 
 class TierThread:
@@ -184,9 +196,9 @@ class TierThread:
         Raises:
             TrouperValidationError: a block or a state is larger than the bound of the folder.
         """
-        pages, rows = Pages(kv, block_size), None if states is None else StateRows(states)
+        pages, rows = Pages(kv, block_size), StateRows(states)
         for label, memory in (("block", pages), ("state", rows)):
-            if memory is not None and memory.num_bytes + HEAD_BYTES > self._config.max_bytes:
+            if memory.num_bytes + HEAD_BYTES > self._config.max_bytes:
                 rule = f"has no room for one {label} of {memory.num_bytes} bytes"
                 raise invalid("kv_tier_size", rule, self._config.max_bytes)
         with self._changed:
