@@ -22,8 +22,8 @@ NAMES = ("seeded", "logprobs", "stop", "several")
 
 
 def write_hybrid(case, folder):
-    """Write a tiny hybrid with the demo model's tokenizer."""
-    name, fields = RECURRENT[case]
+    """Write a tiny model with the demo model's tokenizer. `case` is a name in `RECURRENT`, or a family and its fields."""
+    name, fields = RECURRENT[case] if isinstance(case, str) else case
     vocab_size = json.loads((DEMO_MODEL / "config.json").read_text())["vocab_size"]
     tiny_model(name, fields | {"vocab_size": vocab_size}, folder)
     for file in DEMO_MODEL.glob("tokenizer*"):

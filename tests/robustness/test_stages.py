@@ -26,14 +26,14 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120), pytest.mark.slow]
 
 @asynccontextmanager
 async def staged_engine(num_stages=2, module=MODULE, **options):
-    config = resolve(EngineArgs(pipeline_parallel_size=num_stages, **OPTIONS, **options))
+    config = resolve(EngineArgs(**OPTIONS | options, pipeline_parallel_size=num_stages))
     worker_group = LocalWorkers(module)
     async with open_engine(config, ProcessDevice(config, worker_group)) as engine:
         yield engine, worker_group
 
 
-async def expected(num=4):
-    config = resolve(EngineArgs(**OPTIONS))
+async def expected(num=4, **options):
+    config = resolve(EngineArgs(**OPTIONS | options))
     async with open_engine(config, ThreadedDevice(config)) as engine:
         return await texts(engine, num=num)
 
