@@ -92,7 +92,11 @@ class MessagesTurn:
             return CLIENT_NAMES[parameter]
         if parameter.startswith("tools["):
             return client_name(parameter)
-        return self._transcript.client_name(parameter)
+        place = self._transcript.client_name(parameter)
+        if place.endswith(".image_url"):
+            # The field of a chat's part for the URL of a block's source.
+            place = f"{place.removesuffix('.image_url')}.source.url"
+        return place
 
 
 def create_message(
