@@ -178,6 +178,8 @@ def test_another_recording_changes_the_reference(models, kind):
         ((A[:1], 192_000), "too short"),
         (saved(A)[:9000], "incomplete"),
         (saved(A, endian="BIG")[:9000], "incomplete"),
+        (saved(A, "OGG")[:4000], "incomplete: it ends within a page"),
+        (saved(A, "MP3") * 2, "another recording behind the first"),
         ("a.wav", "audio_url"),
     ],
 )

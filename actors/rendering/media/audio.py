@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from trouper.actors.messages.media import ProcessedMedia
 from trouper.actors.rendering.media.files import MAX_FILE_BYTES, RefusedFileError
 from trouper.actors.rendering.media.processor import dense, read_object
+from trouper.actors.rendering.media.recordings import fault_of
 from trouper.config.media import MediaConfig
 from trouper.errors import invalid
 
@@ -40,8 +41,6 @@ EXTRACTORS = ("WhisperFeatureExtractor", "Qwen3ASRFeatureExtractor")
 MIN_SAMPLES = 8000
 # A FLAC encoder that writes to a pipe leaves the length out of the header.  libsndfile then reports this number of frames.
 UNKNOWN_FRAMES = 2**63 - 1
-# Encoders that write a WAV file to a pipe give it a length of 2 or 4 GiB.
-PIPED_BYTES = 0x7FFF_0000
 FORMS = "must be the bytes of a file, an array of samples, or a pair (array, rate)"
 Samples = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -230,9 +229,8 @@ def decode_recording(data: bytes | memoryview, rate: int, max_seconds: float) ->
         check_channels(file.channels)
         if file.frames < UNKNOWN_FRAMES:
             check_length(file.frames / file.samplerate, max_seconds)
-        if _is_cut(data):
-            rule = f"is incomplete: its header promises more samples; send a whole {NAMES} file"
-            raise RefusedFileError("invalid_audio", rule)
+        if (fault := fault_of(data)) is not None:
+            raise RefusedFileError("invalid_audio", f"{fault}; send a whole {NAMES} file")
         try:
             return _decoded(file, rate, max_seconds)
         except (MemoryError, RefusedFileError):
@@ -261,18 +259,6 @@ def _decoded(file: Any, rate: int, max_seconds: float) -> Waveform:
         )
     pieces.append(resampler.resample_chunk(np.zeros(0, np.float32), last=True))
     return Waveform(np.concatenate(pieces), rate)
-
-
-def _is_cut(data: bytes | memoryview) -> bool:
-    """Return whether a WAV file ends before its samples do.  libsndfile reads such a file as if it was a shorter one."""
-    order = "big" if data[:4] == b"RIFX" else "little"
-    place = 12
-    while data[:4] in (b"RIFF", b"RIFX") and place + 8 <= len(data):
-        size = int.from_bytes(data[place + 4 : place + 8], order)
-        if data[place : place + 4] == b"data":
-            return len(data) - place - 8 < size < PIPED_BYTES
-        place += 8 + size + size % 2
-    return False
 
 
 def waveform_of(given: Any) -> Waveform | bytes:
