@@ -156,10 +156,10 @@ class Scorer:
                 ]
                 most = () if self._most == (None, None) else self._most
                 return await self._run(pairs, "classify", [most] * len(pairs), names, bar=bar)
-            case "embed":
-                return await self._bi_encode(queries, documents, bar)
-            case _:
-                return await self._interact(queries, documents, bar)
+            case kind:
+                self._check_most(queries, documents)
+                compare = self._bi_encode if kind == "embed" else self._interact
+                return await compare(queries, documents, bar)
 
     async def _run(
         self,
@@ -258,6 +258,16 @@ class Scorer:
             for (query, _), output in zip(met, second, strict=True)
         )
         return {i: output for (_, i), output in zip(met, joined, strict=True)}
+
+    def _check_most(self, *sides: Sequence[Side]) -> None:
+        """Refuse to truncate contents: the tokens of their images must stay whole."""
+        for side, (most, given) in enumerate(zip(self._most, sides, strict=True)):
+            if most is None:
+                continue
+            for each, place in zip(given, self._names_of(side, len(given)), strict=True):
+                if isinstance(each, MixedContent):
+                    name = ("max_tokens_per_query", "max_tokens_per_doc")[side]
+                    raise invalid(name, f"truncates texts, and {place} is a content", most)
 
     def _names_of(self, side: int, num: int) -> Sequence[str]:
         """Return the caller's names of the queries (`side` 0) or of the documents (`side` 1)."""

@@ -194,6 +194,8 @@ async def test_pooling_routes_take_images(reference):
             ("/rerank", {"query": "a", "documents": [{"content": [{"image_url": 5}]}]}, "documents[0].content[0].image_url"),
             ("/v1/embeddings", chat([{"image_url": "data:;base64,QQ=="}]), "messages[0].content[0]"),
             ("/v1/embeddings", {**chat([part]), "mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs"),
+            ("/rerank", {"query": "a", "documents": ["b", {"content": [part]}], "max_tokens_per_doc": 3}, "max_tokens_per_doc"),
+            ("/score", {"data_1": {"content": [part]}, "data_2": "a", "max_tokens_per_query": 3}, "max_tokens_per_query"),
             ("/score", {"data_1": "a", "data_2": "b", "mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs"),
         ):  # fmt: skip
             answer = await client.post(route, body)
