@@ -46,7 +46,7 @@ def _fault_of_ogg(data: bytes) -> str | None:
     """Check the pages of an OGG file: each is whole, follows the one before, and the last one is marked as such."""
     # By stream: the number of its next page, or None behind its last.
     expected: dict[bytes, int | None] = {}
-    place, has_begun = 0, False
+    place, has_data = 0, False
     while place < len(data):
         head = data[place : place + 27]
         if head[:4] != b"OggS" or len(head) < 27:
@@ -60,10 +60,10 @@ def _fault_of_ogg(data: bytes) -> str | None:
             return "is damaged: the checksum of a page is wrong"
         flags, stream, number = head[5], head[14:18], int.from_bytes(head[18:22], "little")
         if flags & _FIRST:
-            if has_begun:
+            if has_data:
                 return APPENDED
             expected[stream] = number
-        has_begun = has_begun or not flags & _FIRST
+        has_data = has_data or not flags & _FIRST
         if expected.get(stream) != number:
             return "is damaged: a page is missing"
         expected[stream] = None if flags & _LAST else number + 1
