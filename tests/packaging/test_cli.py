@@ -630,6 +630,25 @@ def test_early_signal_prints_one_line():
     assert (ended.returncode, ended.stderr) == (130, b"trouper: interrupted\n")
 
 
+FROZEN = """
+import gc, sys, triton
+from trouper.frontends.cli.main import main
+
+gc.freeze()
+sys.argv = ["trouper", "generate", "--no-such-option"]
+main()
+"""
+
+
+@pytest.mark.slow
+def test_objects_of_triton_are_not_listed_as_leaks():
+    pytest.importorskip("triton")
+    ended = subprocess.run([sys.executable, "-c", FROZEN], capture_output=True, check=False)
+    assert ended.returncode == 2
+    (line,) = ended.stderr.decode().splitlines()
+    assert line.startswith("trouper: ")
+
+
 def test_nobody_reading_on_is_no_error():
     arguments = ["generate", "def f(", "--max-tokens", "500", "--ignore-eos"]
     with subprocess.Popen(
