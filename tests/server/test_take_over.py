@@ -257,13 +257,72 @@ async def test_server_without_file_descriptors_goes_on(world, monkeypatch):
     async with anyio.create_task_group() as tasks:
         await tasks.start(world.hand_over.listen)
         predecessor = await in_thread(world.ask)
-        await in_thread(predecessor.take, b"m")
+        with pytest.raises(TrouperValidationError, match=r"goes on: .*too many open files"):
+            await in_thread(predecessor.take, b"m")
         predecessor.close()
         OpenListeners(predecessor.sockets).__exit__()
         await world.wait_for_lines(2)
         assert "this server goes on" in world.lines[-1]
         assert world.server.calls == []
         tasks.cancel_scope.cancel()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("ask", ["take", "finish"])
+async def test_server_that_goes_on_after_nonsense_says_so(world, monkeypatch, ask):
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(world.hand_over.listen)
+        predecessor = await in_thread(world.ask)
+        listeners = OpenListeners(predecessor.sockets)
+        if ask == "finish":
+            await in_thread(predecessor.take, b"m")
+        monkeypatch.setattr(hand_over, "_encode", lambda message, right=hand_over._encode: (
+            right(message) if isinstance(message, hand_over.TakeOverRefusal) else b"{}\n"
+        ))  # fmt: skip
+        argument = listeners if ask == "finish" else b"m"
+        with pytest.raises(TrouperValidationError, match="the running server goes on"):
+            await in_thread(getattr(predecessor, ask), argument)
+        assert not listeners.owns_files
+        predecessor.close()
+        listeners.__exit__()
+        await world.wait_for_lines(2)
+        assert world.listeners.owns_files
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("ask", ["take", "finish"])
+@pytest.mark.parametrize("answer", [b"x\n", b"{}\n", b'{"type":"Left"}\nx\n', b"x" * 2**16])
+def test_damaged_answer_is_an_error_of_the_option(ask, answer):
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    listeners = OpenListeners({})
+    listeners.owns_files = False
+    predecessor = Predecessor(ours, hand_over.Offer(1, []), [])
+    with ours, theirs:
+        theirs.sendall(answer)
+        with pytest.raises(TrouperValidationError, match=r"take_over: .*else than an answer"):
+            getattr(predecessor, ask)(listeners if ask == "finish" else b"m")
+    assert not listeners.owns_files
+
+
+@pytest.mark.parametrize("answer", [b"", b'{"type":"Le'])
+def test_successor_goes_on_after_the_end_of_the_server(answer):
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    listeners = OpenListeners({})
+    listeners.owns_files = False
+    predecessor = Predecessor(ours, hand_over.Offer(1, []), [])
+    theirs.sendall(answer)
+    theirs.close()
+    predecessor.take(b"m")
+    predecessor.finish(listeners)
+    assert listeners.owns_files
+
+
+def test_answer_in_two_parts_is_read_whole():
+    ours, theirs = socket.socketpair(socket.AF_UNIX)
+    with ours, theirs:
+        theirs.sendall(b'ft"}\n')
+        found = hand_over._receive_last(ours, b'{"type":"Le')
+    assert found == hand_over.Left()
 
 
 @pytest.mark.anyio

@@ -6,9 +6,10 @@ The server offers its sockets at a socket file next to that of `--admin-uds`.  A
 until its model is ready.  Then the server stops accepting and closes its journal; new connections wait in the kernel meanwhile.
 
 Laws.  Only a process of the same user gets an answer.  Until it has sent `Left`, whatever happens to the successor, the server accepts again
-and goes on; then it only finishes what it has begun.  The successor accepts when it has received `Left`, or when the server has ended.  A
-successor that waits no longer closes the connection first, so that `Left` cannot be sent any more: also if either is stopped at any moment,
-exactly one of them goes on.
+and goes on; then it only finishes what it has begun.  The successor accepts when it has received `Left`, or when the server has ended.  A server
+that goes on says so before it closes the connection, so a connection closed without a refusal is the end of the server.  A successor that waits
+no longer closes the connection first, so that `Left` cannot be sent any more: also if either is stopped at any moment, exactly one of them
+goes on.
 """
 
 import math
@@ -17,6 +18,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol, Self
 
 import anyio
@@ -46,7 +48,9 @@ FINISH_S = 45.0
 # Seconds between two attempts to accept after an error.
 RETRY_S = 1.0
 SILENT = "the running server does not answer"
-TOO_LATE = f"it took longer than {DONE_S:g} s to begin, so the running server goes on"
+TOO_LATE = f"it took longer than {DONE_S:g} s to begin"
+# What a message from the other side may fail with.
+BROKEN = (anyio.EndOfStream, anyio.BrokenResourceError, OSError, ValueError)
 CREDENTIALS = struct.Struct("3i")
 
 
@@ -252,7 +256,7 @@ class HandOver:
                 asked = await channel.receive()
             if isinstance(asked, Ask):
                 await self._answer(channel, asked)
-        except (anyio.EndOfStream, anyio.BrokenResourceError, OSError, ValueError) as error:
+        except BROKEN as error:
             self._listeners.owns_files = True
             self._report(f"process {pid} has not taken over, this server goes on: {error!r}")
 
@@ -267,9 +271,20 @@ class HandOver:
         # If this server is stopped now, the successor accepts at the same files.
         self._listeners.owns_files = False
         await channel.send(Offer(os.getpid(), list(passed)), files)
-        taken = await channel.receive()
-        if isinstance(taken, Take):
+        failure: Exception | None = None
+        try:
+            taken = await channel.receive()
+            if not isinstance(taken, Take):
+                raise ValueError(f"it sent {taken!r} instead of Take")
             await self._pass_on(channel, taken.fingerprint)
+        except BROKEN as error:
+            failure = error
+        if failure is not None:
+            # The successor would take a closed connection for the end of this server, and accept, too.
+            with anyio.move_on_after(ANSWER_S), suppress(*BROKEN):
+                text = f"the running server goes on: {failure}"
+                await channel.send(TakeOverRefusal("take_over", text))
+            raise failure
 
     async def _pass_on(self, channel: "_Channel", fingerprint: bytes) -> None:
         self._server.stop_accepting()
@@ -285,12 +300,12 @@ class HandOver:
             with anyio.move_on_after(DONE_S):
                 done = await channel.receive()
             if done is None:
-                await channel.send(TakeOverRefusal("take_over", TOO_LATE))
                 raise TimeoutError(TOO_LATE)
-            if isinstance(done, Done):
-                # It fails if the successor waits no longer.
-                await channel.send(Left())
-                self.is_done = True
+            if not isinstance(done, Done):
+                raise ValueError(f"it sent {done!r} instead of Done")
+            # It fails if the successor waits no longer.
+            await channel.send(Left())
+            self.is_done = True
         finally:
             if not self.is_done:
                 self._server.reopen_journal()
@@ -333,8 +348,10 @@ class Predecessor:
             link.sendall(_encode(asked))
             data, files, _, _ = socket.recv_fds(link, MAX_BYTES, MAX_SOCKETS)
             # Nothing comes from a server that does not understand the question.
-            answer = _decode(data) if data else None
+            answer = _receive_last(link, data)
             if not isinstance(answer, Offer) or len(files) != len(answer.listeners):
+                for file in files:
+                    os.close(file)
                 raise _refused(answer)
             found = [socket.socket(fileno=file) for file in files]
             for sock in found:
@@ -364,19 +381,15 @@ class Predecessor:
         Raises:
             TrouperValidationError: it refuses, or does not answer.
         """
-        self._link.settimeout(DONE_S)
         try:
-            self._link.sendall(_encode(Take(fingerprint)))
-            data = self._link.recv(MAX_BYTES)
+            answer = self._exchange(Take(fingerprint), DONE_S)
         except TimeoutError:
             # It may still accept.
             raise invalid("take_over", SILENT, self.pid) from None
-        except OSError:
-            return
-        if data and not isinstance(answer := _last(data), Released):
-            raise _refused(answer)
-        if data:
+        if isinstance(answer, Released):
             self._latest = time.monotonic() + FINISH_S
+        elif answer is not None:
+            raise _refused(answer)
 
     def finish(self, listeners: OpenListeners) -> None:
         """Let the running server leave.  It goes on if this is not called, or fails.  Call it from a thread.
@@ -386,26 +399,38 @@ class Predecessor:
         """
         if time.monotonic() > self._latest:
             raise invalid("take_over", f"took longer than {FINISH_S:g} s to begin", self.pid)
-        self._link.settimeout(ANSWER_S)
         try:
-            self._link.sendall(_encode(Done()))
+            answer = self._exchange(Done(), ANSWER_S)
+        except TimeoutError:
+            # It cannot answer from now on, but may have done so just before.
+            self._link.shutdown(socket.SHUT_RDWR)
+            answer = _receive_last(self._link)
+            if answer is None:
+                raise invalid("take_over", SILENT, self.pid) from None
+        if answer is not None and not isinstance(answer, Left):
+            raise _refused(answer)
+        listeners.owns_files = True
+        self._link.close()
+
+    def _exchange(self, message: Message, limit_s: float) -> Message | None:
+        """Send a message, and return the last answer.  Returns None if the running server has ended.
+
+        Raises:
+            TimeoutError: nothing comes in time.
+            TrouperValidationError: something else comes.
+        """
+        self._link.settimeout(limit_s)
+        try:
+            self._link.sendall(_encode(message))
         except OSError:
             # It has ended, or its refusal can still be read.
             pass
         try:
-            data = self._link.recv(MAX_BYTES)
+            return _receive_last(self._link)
         except TimeoutError:
-            # It cannot answer from now on, but may have done so just before.
-            self._link.shutdown(socket.SHUT_RDWR)
-            data = self._link.recv(MAX_BYTES)
-            if not data:
-                raise invalid("take_over", SILENT, self.pid) from None
+            raise
         except OSError:
-            data = b""
-        if data and not isinstance(answer := _last(data), Left):
-            raise _refused(answer)
-        listeners.owns_files = True
-        self._link.close()
+            return None
 
     def close(self) -> None:
         """Let the running server go on, unless `finish` was called.  Idempotent."""
@@ -451,9 +476,30 @@ def _decode(data: bytes) -> Message:
         raise ValueError(str(error)) from None
 
 
-def _last(data: bytes) -> Message:
-    """Return the last one of some messages: a refusal may have followed an answer that was not read for long."""
-    return _decode(data.splitlines()[-1])
+def _receive_last(link: socket.socket, data: bytes = b"") -> Message | None:
+    """Return the last one of some answers: a refusal may have followed an answer that was not read for long.
+
+    Returns None if the connection ends before a whole answer.
+
+    Args:
+        data: the bytes of the answer that were received before.
+
+    Raises:
+        TrouperValidationError: something else came.
+        TimeoutError: nothing comes.
+        OSError: the connection is broken.
+    """
+    while not data.endswith(b"\n") and len(data) < MAX_BYTES:
+        more = link.recv(MAX_BYTES)
+        if not more:
+            # The end of a server may cut its last answer.
+            return None
+        data += more
+    try:
+        return _decode(data.splitlines()[-1])
+    except ValueError as error:
+        text = f"the running server has sent something else than an answer: {error}"
+        raise invalid("take_over", text) from None
 
 
 def _refused(answer: Message | None) -> TrouperValidationError:
