@@ -574,6 +574,30 @@ async def test_answer_without_reader_keeps_no_batches(disk):
 
 
 @pytest.mark.trio
+async def test_records_of_several_turns_are_one_write(disk, monkeypatch):
+    sizes, right = [], disk.write
+
+    def write(file, data):
+        sizes.append(len(data))
+        return right(file, data)
+
+    journal, streams = Journal(segments_on(disk), "off", 600), "abcdefgh"
+    async with trio.open_nursery() as tasks:
+        await tasks.start(journal.run_writer)
+        for each in streams:
+            await journal.write(Admitted(each, b"", b"{}"))
+        monkeypatch.setattr(disk, "write", write)
+        for each in streams:
+            # The engine hands out the tokens of a step over several turns.
+            tasks.start_soon(journal.write, Tokens(each, 0, [1], prompt_token_ids=[1]))
+            await trio.lowlevel.checkpoint()
+        await journal.write(Tokens("a", 1, [1]))
+        tasks.cancel_scope.cancel()
+    assert len(sizes) == 1
+    assert all(each.num_tokens for each in segments_on(disk).streams.values())
+
+
+@pytest.mark.trio
 async def test_writes_go_on_while_the_disk_syncs(disk, monkeypatch):
     monkeypatch.setattr(journal_module, "GROUP_S", 0.0)
     journal, syncs, right = Journal(segments_on(disk), "group", 600), threading.Event(), disk.sync

@@ -14,10 +14,12 @@ from functools import partial
 from typing import Literal
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 from anyio.abc import TaskStatus
 
 from trouper.frontends.server.durable.records import (
+    MAX_IN_FRAME,
     Admitted,
     Gone,
     Record,
@@ -255,6 +257,7 @@ class Journal:
                 task_status.started()
                 while True:
                     await self._wait()
+                    await self._gather()
                     await self._write_pending()
                     if self._loan is not None:
                         await self._lend(self._loan)
@@ -286,6 +289,18 @@ class Journal:
         with anyio.move_on_after(seconds):
             await self._news.wait()
         self._news = anyio.Event()
+
+    async def _gather(self) -> None:
+        """Wait while the turns of the event loop bring records, so that the tokens of one step are one write.
+
+        The engine hands out the tokens of a step over several turns.  Written turn by turn, they would wait for one thread after the other.
+        """
+        num_before = 0
+        while num_before < len(self._pending.records) < MAX_IN_FRAME:
+            num_before = len(self._pending.records)
+            # Tasks of the same turn run in any order, so a whole turn lies between two of them.
+            for _ in range(2):
+                await anyio.lowlevel.checkpoint()
 
     async def _write_pending(self) -> None:
         if self._is_lent:
