@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,9 @@ import anyio
 from trouper.actors.engine.wiring import Engine, open_engine
 from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.workers.launching import LocalPeer, launch
+from trouper.bench.serve import demo_of_length
 from trouper.config.args import EngineArgs
+from trouper.config.engine_config import EngineConfig
 from trouper.config.resolve import resolve
 from trouper.params import SamplingParams
 
@@ -96,13 +99,20 @@ async def run_streams(
 
 async def measure(args: argparse.Namespace) -> dict[str, float]:
     """Run for `args.seconds` with kills, then the same requests without them."""
-    config = resolve(
-        EngineArgs(
-            model=args.model, dtype="float32", device_worker="process", max_num_seqs=args.streams,
-            max_worker_restarts=MAX_KILLS, worker_restart_window=1.0,
-            max_model_len=args.prompt_tokens + args.tokens + 64,
-        )
-    )  # fmt: skip
+    length = args.prompt_tokens + args.tokens + 64
+    with ExitStack() as stack:
+        # The demo model was trained on shorter prompts.
+        model = args.model or stack.enter_context(demo_of_length(length))
+        config = resolve(
+            EngineArgs(
+                model=model, dtype="float32", device_worker="process", max_num_seqs=args.streams,
+                max_worker_restarts=MAX_KILLS, worker_restart_window=1.0, max_model_len=length,
+            )
+        )  # fmt: skip
+        return await _measure(config, args)
+
+
+async def _measure(config: EngineConfig, args: argparse.Namespace) -> dict[str, float]:
     peers: list[LocalPeer] = []
 
     def start(rank: int, *, files: Sequence[int] = ()) -> LocalPeer:
