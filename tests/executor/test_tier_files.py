@@ -309,6 +309,18 @@ def test_weights_are_read_once_while_they_do_not_change(tmp_path, monkeypatch):
     assert stat.S_IMODE(memory.stat().st_mode) == 0o600
 
 
+def test_processes_that_start_together_read_weights_once(tmp_path, monkeypatch):
+    """Another process writes its digests while this one waits for the lock."""
+    file, memory = tmp_path / "w", tmp_path / "weights.json"
+    file.write_bytes(b"weights")
+    first, known = tier_space._digests([file], memory), memory.read_bytes()
+    memory.unlink()
+    monkeypatch.setattr(tier_space.fcntl, "flock", lambda lock, how: memory.write_bytes(known))
+    monkeypatch.setattr(tier_space, "_digest", lambda path: pytest.fail("read again"))
+    assert tier_space._digests([file], memory) == first
+    assert stat.S_IMODE((tmp_path / "weights.lock").stat().st_mode) == 0o600
+
+
 def test_each_part_of_a_model_has_its_own_space(tmp_path, monkeypatch):
     spaces = []
     for options, cuts, bound in (

@@ -2,6 +2,7 @@
 
     DIR/lock                            held while a file is written or files are removed
     DIR/weights.json                    digests of weight files, by device, inode, size and time
+    DIR/weights.lock                    held while a process reads weight files for their digests
     DIR/SPACE/NAME.PARENT               one block; NAME has 64 digits, and PARENT the first 16 of the name of the block before it
     DIR/SPACE/NAMEff.PARENT             the recurrent state behind the block of this name, which is its parent: it is removed before it
 

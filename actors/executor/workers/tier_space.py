@@ -4,6 +4,7 @@ Two processes with the same space compute the same KV for the same tokens, so ei
 change a bit is part of the name: a name that is too narrow costs a computation, and one that is too wide gives wrong tokens.
 """
 
+import fcntl
 import hashlib
 import os
 import platform
@@ -84,29 +85,45 @@ def _without(struct: msgspec.Struct, names: frozenset[str]) -> dict[str, Any]:
 def _digests(files: Iterable[Path], memory: Path) -> list[str]:
     """Return the digests of whole files.  Files that have not changed since an earlier start are not read again.
 
+    The first of several processes that start together reads the files, and the others wait for its digests.
+
     Args:
         memory: the file with the known digests.  What is damaged there is computed again.
     """
+    labels = {_label(file): file for file in files}
+    known = _read_digests(memory)
+    if not labels.keys() <= known.keys():
+        # The system ends the lock with its process.
+        with open(memory.with_suffix(".lock"), "wb", opener=_open_private) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            known = _read_digests(memory)
+            known |= {label: _digest(labels[label]) for label in labels.keys() - known.keys()}
+            # Without it the next start reads the weights again.
+            with suppress(OSError):
+                temporary = memory.with_name(f"weights-{os.getpid()}.tmp")
+                temporary.unlink(missing_ok=True)
+                TierDisk().write(str(temporary), (_remembered(known),))
+                temporary.replace(memory)
+    return [known[label] for label in labels]
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
+def _label(file: Path) -> str:
+    """Name the contents of a file: no program can set the time of the last change of an inode."""
+    about = file.stat()
+    facts = about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
+    return ":".join(map(str, facts))
+
+
+def _read_digests(memory: Path) -> dict[str, str]:
+    """Read the known digests.  The file decides which KV is used, so it must be a plain file of this user."""
     try:
-        # The file decides which KV is used, so it must be a plain file of this user.
-        known = msgspec.json.decode(TierDisk().read(str(memory), MEMORY_BYTES), type=dict[str, str])
+        return msgspec.json.decode(TierDisk().read(str(memory), MEMORY_BYTES), type=dict[str, str])
     except (OSError, RefusedError, msgspec.DecodeError):
-        known = dict[str, str]()
-    found: dict[str, str] = {}
-    for file in files:
-        about = file.stat()
-        # No program can set the time of the last change of an inode.
-        facts = about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
-        label = ":".join(map(str, facts))
-        found[label] = known.get(label) or _digest(file)
-    if not found.keys() <= known.keys():
-        # Without it the next start reads the weights again.
-        with suppress(OSError):
-            temporary = memory.with_name(f"weights-{os.getpid()}.tmp")
-            temporary.unlink(missing_ok=True)
-            TierDisk().write(str(temporary), (_remembered(known | found),))
-            temporary.replace(memory)
-    return list(found.values())
+        return {}
 
 
 def _remembered(digests: dict[str, str]) -> bytes:
