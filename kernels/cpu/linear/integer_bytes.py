@@ -23,9 +23,9 @@ Only the sums of one panel and the totals of all four are then in use, and the r
 of its products.  A fence keeps LLVM from sharing these loads among the panels, which spilled most registers.  More rows are
 computed in blocks of eight and one panel; the last block of rows prefetches the weights that follow.
 
-One row of int4 with thirty-two registers, and up to three of int8, read the stream in the order of its addresses.  They wait for
-memory, and a prefetch takes one of the core's few places for missing cache lines, so they leave three of four lines to the
-processor's own prefetcher.
+With thirty-two registers up to three rows of int8 read the stream in the order of its addresses.  They wait for memory, and a
+prefetch takes one of the core's few places for missing cache lines, so they leave three of four lines to the processor's own
+prefetcher.
 
 Roofline: O I (bits / 8 + 2 / G) bytes, T O I products.
 """
@@ -64,9 +64,9 @@ from trouper.kernels.formats import CENTRES, OFFSETS, Format
 MANY = 8 if num_registers() == 32 else 4
 _FEW = (1, 2, 3, 4, 5, 6, 8) if num_registers() == 32 else (1, 2, 3)
 BYTE_BLOCKING = Blocking(few=tuple(Block(PANELS, rows) for rows in _FEW), many=Block(PANELS, MANY))
-# Up to this many rows the four panels of a step are read in the order of memory.  Scales in blocks, and numbers of five and six
-# bits, need too many registers for that: one row of six bits took 1.7 times as long.
-IN_ORDER: dict[Format, int] = {"int4": 1, "fp4": 1, "int8": 3} if num_registers() == 32 else {}
+# Up to this many rows of int8 the four panels of a step are read in the order of memory.  Numbers of four bits take 1.1 to 1.25
+# times as long in this way if one thread reads or others use the memory, and as long if two threads have it to themselves.
+IN_ORDER = 3 if num_registers() == 32 else 0
 # Steps to prefetch if every line is prefetched.  The first cache requests some two dozen lines at once: with 48 steps five
 # rows took 1.03 to 1.1 times as long.
 AHEAD_OF_MANY = 24
@@ -187,7 +187,7 @@ class ByteProduct:
         """Compute four panels of a block of few rows.  Indices beyond the last row or panel repeat the last one."""
         code = self._code
         at_panel = [code.minimum(first_panel + p, self.num_panels - 1) for p in range(PANELS)]
-        has_order = self._kind != "blocks" and rows <= IN_ORDER.get(self._fmt, 0)
+        has_order = self._fmt == "int8" and self._kind != "blocks" and rows <= IN_ORDER
         self._block(at_panel, first_row, rows, "some" if has_order else "each")
 
     def many_rows(self, first_panel: Value, first_row: Value, stop: Value) -> None:
