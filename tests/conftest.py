@@ -3,6 +3,7 @@
 import gc
 import inspect
 import os
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -20,6 +21,11 @@ from trouper.config.devices import cuda_problem
 
 # An installed package has no studies: they come from the checkout, which also holds these tests.
 trouper.bench.__path__.append(str(Path(__file__).parents[1] / "bench"))
+
+# Some hundred processes of tests import the source. Where the environment forbids bytecode files, as in many containers, each would
+# compile it again: a second of the five that a server needs to start, and half of the time of pytest's collection.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # The models are tiny: a second thread has nothing to do, and on a busy machine each barrier with it
 # costs a time slice.

@@ -17,12 +17,16 @@ from .process import started, stop
 
 PATH, JSON = "/v1/chat/completions", [("content-type", "application/json")]
 CANARY = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 8}
-LARGEST = {
-    "PNG of 5,792 x 5,792, the largest": (png(5792, 5792, rows=5792), None),
-    "PNG of 5,792 x 5,792 in 16 bits with transparency": (
-        png(5792, 5792, bits=16, color=6, rows=5792), None
-    ),
-}  # fmt: skip
+
+
+def largest():
+    """Return the largest images that are accepted. They take seconds to pack."""
+    return {
+        "PNG of 5,792 x 5,792, the largest": (png(5792, 5792, rows=5792), None),
+        "PNG of 5,792 x 5,792 in 16 bits with transparency": (
+            png(5792, 5792, bits=16, color=6, rows=5792), None
+        ),
+    }  # fmt: skip
 
 
 class ImageAttack:
@@ -80,7 +84,7 @@ def attack_all(payloads, show=print):
 
 def main():
     slow = {"JPEG that repeats a scan 2,000 times": (slow_jpeg(), "media_budget")}
-    num_wrong = attack_all({**HOSTILE, **slow, **LARGEST})
+    num_wrong = attack_all({**HOSTILE, **slow, **largest()})
     print(f"\n{num_wrong} answers were not as expected")
     sys.exit(num_wrong > 0)
 
