@@ -82,9 +82,7 @@ def check_schemas(llm, drawn):
     return num_finished
 
 
-QUICK = settings(
-    deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+QUICK = settings(deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
 @settings(QUICK, max_examples=5)

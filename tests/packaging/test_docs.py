@@ -1,6 +1,7 @@
 """The pages agree with the code."""
 
 import ast
+import json
 import re
 import runpy
 import subprocess
@@ -100,6 +101,57 @@ def test_readme_installs_and_answers_in_two_lines():
         "--extra-index-url https://download.pytorch.org/whl/cpu",
     ):
         assert words in beside
+
+
+# The file and the workload of each row of the README's table, and what is shown of it; its columns are trouper, llama.cpp and vLLM.
+FIGURES = {
+    "ready to generate, s": ("cpu-offline", None, "ready_s"),
+    "1 × (32 in, 64 out), output tokens/s": ("cpu-offline", (1, 32, 64), "output_tok_s"),
+    "1 × (1024 in), prompt tokens/s": ("cpu-offline", (1, 1024, 1), "prompt_tok_s"),
+    "16 × (128 in, 64 out), output tokens/s": ("cpu-offline", (16, 128, 64), "output_tok_s"),
+    "16 × (1024 in, 32 out), all tokens/s": ("cpu-long-prompts", (16, 1024, 32), "total_tok_s"),
+    "64 × (128 in, 128 out), output tokens/s": ("cpu-many-rows", (64, 128, 128), "output_tok_s"),
+    "int4, 1 × (32 in, 64 out), another day; llama.cpp with q4_0": (
+        "cpu-int4", (1, 32, 64), "output_tok_s"
+    ),
+    "int4, 16 × (128 in, 64 out), another day; llama.cpp with q4_0": (
+        "cpu-int4", (16, 128, 64), "output_tok_s"
+    ),
+    "SmolLM2-135M as GGUF (Q4_1), 1 × (32 in, 64 out), another day": (
+        "cpu-gguf", (1, 32, 64), "output_tok_s"
+    ),
+}  # fmt: skip
+
+
+def measured(file, workload, shown):
+    """Return an unrounded figure of each engine in a file of results."""
+    report = json.loads((ROOT / "bench" / "results" / f"{file}.json").read_text())
+    if workload is None:
+        return report[shown]
+    found = {}
+    for row in report["results"]:
+        num, prompt, output = size = row["requests"], row["input_len"], row["output_len"]
+        if size == workload:
+            tokens = {
+                "output_tok_s": output,
+                "prompt_tok_s": prompt,
+                "total_tok_s": prompt + output,
+            }
+            found[row["engine"]] = num * tokens[shown] / row["median_s"]
+    return found
+
+
+def test_figures_of_readme_are_those_measured():
+    table = README[README.index("## How fast") : README.index("## What it does")]
+    lines = re.findall(r"^\|(.*)\|$", table, re.MULTILINE)
+    rows = [[cell.strip() for cell in line.split("|")] for line in lines]
+    assert {row[0] for row in rows[2:]} == set(FIGURES)
+    for name, *shown in rows[2:]:
+        figures = measured(*FIGURES[name])
+        for engine, text in zip(("trouper", "llama.cpp", "vllm"), shown, strict=True):
+            assert bool(text) == (engine in figures), (name, engine)
+            if text:
+                assert f"{figures[engine]:.{1 if '.' in text else 0}f}" == text, (name, engine)
 
 
 def test_readme_runs_tests_after_one_command():

@@ -220,6 +220,6 @@ class BlocksMachine(RuleBasedStateMachine):
 
 
 BlocksMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, derandomize=True, database=None
+    max_examples=60, stateful_step_count=25, deadline=None, database=None
 )
 TestBlocksAgainstTheModel = BlocksMachine.TestCase

@@ -109,7 +109,7 @@ ENTRIES = st.tuples(st.sampled_from("abc"), st.integers(1, 3000), st.integers(0,
 STEPS = st.lists(st.one_of(ENTRIES, st.integers(1, 2000)), min_size=1, max_size=40)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None)
 @given(STEPS)
 def test_no_job_is_planned_later_than_exact_fractions_finish_it(steps):
     desk, rests, owners = Desk(), {}, {}
@@ -126,7 +126,7 @@ def test_no_job_is_planned_later_than_exact_fractions_finish_it(steps):
         assert not [id for id, rest in rests.items() if rest == 0 and id in desk.fluid.open]
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None)
 @given(STEPS, ENTRIES)
 def test_jobs_ahead_match_entered_order(steps, new):
     desk = Desk()

@@ -457,7 +457,6 @@ PolicyMachine.TestCase.settings = settings(
     max_examples=120,
     stateful_step_count=30,
     deadline=None,
-    derandomize=True,
     database=None,
     suppress_health_check=list(HealthCheck),
 )

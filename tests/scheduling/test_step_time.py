@@ -78,7 +78,7 @@ def test_equal_steps_have_no_large_fixed_part():
     assert fixed < 0.25 * times.seconds(StepWork.of([512], [0]))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None)
 @given(st.integers(1, 100_000), st.integers(0, 200_000))
 def test_tokens_in_cost_of_some_are_as_many(count, start):
     times = StepTimes()
@@ -90,7 +90,7 @@ COUNTS = st.lists(st.integers(1, 10**6), min_size=1, max_size=4)
 SECONDS = st.one_of(st.sampled_from((0.0, 1e-9, 1e6, math.inf, math.nan)), st.floats(0, 10))
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(COUNTS, SECONDS), max_size=60))
 def test_no_step_makes_estimate_that_is_no_time(steps):
     times = StepTimes()

@@ -68,7 +68,7 @@ def test_cancelled_before_every_step_of_many_scenarios(draw, first):
             assert found.broken is None, f"seed {seed}, {found.where}: {found.broken}"
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100, deadline=None, database=None)
 @pytest.mark.parametrize("draw_with", [draw_with, draw_pooling_with])
 @given(seed=st.integers(0, 2**32), dice=st.randoms(use_true_random=False))
 def test_every_oracle_holds_for_scenarios_that_hypothesis_draws(draw_with, seed, dice):
