@@ -38,7 +38,7 @@ class ImageAttack:
         self._said = self._canary()
 
     def row(self, name, data, code):
-        """What the server makes of an image, as a line of the table."""
+        """Send an image, and return what the server made of it as a line of the table."""
         url = "data:image/png;base64," + base64.b64encode(data).decode()
         content = [{"type": "image_url", "image_url": {"url": url}}]
         body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
