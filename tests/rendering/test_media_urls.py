@@ -95,8 +95,13 @@ def test_redirects_stay_on_their_host():
     start = admit("https://example.test/a", SOURCES)
     assert redirected(start, "/b?c", SOURCES).path == "/b?c"
     assert redirected(start, "https://example.test/d", SOURCES).path == "/d"
-    for place in ("//other.test/", "https://six.example.test/", "http://example.test/", "b", ""):
-        refusal(redirected, start, place, SOURCES)
+    assert redirected(start, "../b", SOURCES) == start._replace(path="/b")
+    for place in (
+        "//other.test/", "https://six.example.test/", "http://example.test/", "https://[", "\t/b", "data:,", "/" + "b" * 9000,
+    ):  # fmt: skip
+        with pytest.raises(RefusedFileError, match="is redirected") as caught:
+            redirected(start, place, SOURCES)
+        assert caught.value.refusal.code == "media_url_blocked"
 
 
 @pytest.mark.parametrize(
@@ -339,12 +344,19 @@ async def test_cancelled_request_closes_its_connection():
 
 @pytest.mark.anyio
 async def test_bytes_of_dropped_files_are_free_again(monkeypatch):
-    monkeypatch.setattr(module, "OPEN_BYTES", MAX_FILE_BYTES + 2)
+    monkeypatch.setattr(module, "OPEN_BYTES", 5)
     async with hosted() as (_, downloads, url):
         prompt = await downloads.fill({"messages": chat(url + "/a.png")})
         with pytest.raises(module.QueueOverflowError):
             await fetched(downloads, url + "/a.png")
         del prompt
+        assert await fetched(downloads, url + "/a.png") == [b"ABC"]
+        # Those that are still being read count, too.
+        with pytest.raises(module.QueueOverflowError):
+            await fetched(downloads, url + "/a.png", url + "/a.png")
+        for path in ("/long", "/short"):
+            with pytest.raises(TrouperUnprocessableEntityError):
+                await fetched(downloads, url + path)
         assert await fetched(downloads, url + "/a.png") == [b"ABC"]
 
 

@@ -116,7 +116,7 @@ class Downloads:
         async def fetch(part: RemotePart, target: Target) -> None:
             try:
                 async with mine, self._limiter:
-                    files[part] = self._held(await self._fetched(part, target))
+                    files[part] = await self._fetched(part, target)
             except Exception as error:
                 errors.append(error)
                 tasks.cancel_scope.cancel()
@@ -125,26 +125,28 @@ class Downloads:
             for part, target in zip(remote, targets, strict=True):
                 tasks.start_soon(fetch, part, target)
         if errors:
-            raise errors[0]
+            error = errors[0]
+            try:
+                raise error
+            finally:
+                # The traceback refers to this frame, which would keep all bytes until a collection of garbage.
+                files.clear()
+                errors.clear()
+                del error
         return _filled(prompt, files)
 
     def _held(self, data: bytes) -> FetchedFile:
         """Count a file until nothing refers to it any more."""
         file = FetchedFile(data)
-        with self._lock:
-            self._num_bytes += len(data)
-        weakref.finalize(file, self._release, len(data)).atexit = False
+        self._count(len(data))
+        weakref.finalize(file, self._count, -len(data)).atexit = False
         return file
 
-    def _release(self, num_bytes: int) -> None:
+    def _count(self, num_bytes: int) -> None:
         with self._lock:
-            self._num_bytes -= num_bytes
+            self._num_bytes += num_bytes
 
-    async def _fetched(self, part: RemotePart, target: Target) -> bytes:
-        if self._num_bytes + MAX_FILE_BYTES > OPEN_BYTES:
-            raise QueueOverflowError(
-                f"open requests hold downloads of {self._num_bytes} bytes, and {OPEN_BYTES} are allowed; try again later"
-            )
+    async def _fetched(self, part: RemotePart, target: Target) -> FetchedFile:
         try:
             with anyio.fail_after(self._seconds):
                 return await self._follow(target)
@@ -157,16 +159,16 @@ class Downloads:
         text = f"{part.where}: {rule}; send the file itself as a data: URL"
         raise TrouperUnprocessableEntityError(text, parameter=part.where) from None
 
-    async def _follow(self, target: Target) -> bytes:
+    async def _follow(self, target: Target) -> FetchedFile:
         """Fetch a file, and follow redirects on the same host."""
         for _ in range(MAX_REDIRECTS + 1):
             found = await self._get(target)
-            if isinstance(found, bytes):
+            if isinstance(found, FetchedFile):
                 return found
             target = redirected(target, found, self._sources)
         raise UnavailableError(f"the host redirects more than {MAX_REDIRECTS} times")
 
-    async def _get(self, target: Target) -> bytes | str:
+    async def _get(self, target: Target) -> FetchedFile | str:
         """Return the file, or where a redirect leads."""
         import httpx2
 
@@ -186,7 +188,7 @@ class Downloads:
                 raise UnavailableError("the connection to the host failed") from None
         raise UnavailableError("the host cannot be reached, or has no valid certificate")
 
-    async def _get_from(self, address: Address, target: Target) -> bytes | str:
+    async def _get_from(self, address: Address, target: Target) -> FetchedFile | str:
         """Send the request to one checked address, with the host's name in it and in the certificate."""
         import httpx2
 
@@ -202,34 +204,41 @@ class Downloads:
         async with httpx2.AsyncClient(transport=transport, trust_env=False, timeout=None) as client:
             name = {"sni_hostname": target.host}
             async with client.stream("GET", url, headers=headers, extensions=name) as answer:
-                return await _read(answer)
+                return await self._read(answer)
+
+    async def _read(self, answer: "httpx2.Response") -> FetchedFile | str:
+        """Read a file of at most MAX_FILE_BYTES, or the target of a redirect."""
+        if answer.status_code in REDIRECTS and (location := answer.headers.get("location")):
+            return location
+        if answer.status_code != 200:
+            raise UnavailableError(f"the host answered with status {answer.status_code}")
+        if answer.headers.get("content-encoding", "identity").lower() != "identity":
+            raise UnavailableError("the host sent the file compressed, which was not asked for")
+        length = answer.headers.get("content-length", "0")
+        pieces = bytearray()
+        if not length.isdecimal() or int(length[:20]) > MAX_FILE_BYTES:
+            raise _too_long()
+        try:
+            # Cancelling ends the library's nested generators, which a `break` would leave to the garbage collector.
+            with anyio.CancelScope() as reading:
+                async for piece in answer.aiter_raw():
+                    pieces += piece
+                    self._count(len(piece))
+                    if len(pieces) > MAX_FILE_BYTES or self._num_bytes > OPEN_BYTES:
+                        reading.cancel()
+            if len(pieces) > MAX_FILE_BYTES:
+                raise _too_long()
+            if reading.cancel_called:
+                raise QueueOverflowError(
+                    f"open requests hold downloads of {OPEN_BYTES} bytes, which is all that is allowed; try again later"
+                )
+            return self._held(bytes(pieces))
+        finally:
+            self._count(-len(pieces))
 
 
 class UnavailableError(Exception):
     """A host does not send a file; the text is for the client."""
-
-
-async def _read(answer: "httpx2.Response") -> bytes | str:
-    """Read a file of at most MAX_FILE_BYTES, or the target of a redirect."""
-    if answer.status_code in REDIRECTS and (location := answer.headers.get("location")):
-        return location
-    if answer.status_code != 200:
-        raise UnavailableError(f"the host answered with status {answer.status_code}")
-    if answer.headers.get("content-encoding", "identity").lower() != "identity":
-        raise UnavailableError("the host sent the file compressed, which was not asked for")
-    length = answer.headers.get("content-length", "0")
-    pieces = bytearray()
-    if not length.isdecimal() or int(length[:20]) > MAX_FILE_BYTES:
-        raise _too_long()
-    # Cancelling ends the library's nested generators, which a `break` would leave to the garbage collector.
-    with anyio.CancelScope() as reading:
-        async for piece in answer.aiter_raw():
-            pieces += piece
-            if len(pieces) > MAX_FILE_BYTES:
-                reading.cancel()
-    if len(pieces) > MAX_FILE_BYTES:
-        raise _too_long()
-    return bytes(pieces)
 
 
 def _too_long() -> UnavailableError:

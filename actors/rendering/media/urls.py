@@ -15,7 +15,7 @@ import ipaddress
 import re
 from collections.abc import Iterable
 from typing import NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 from trouper.actors.rendering.media.files import (
     INVALID_IMAGE,
@@ -103,10 +103,7 @@ def admit(url: str, sources: MediaSources) -> Target:
     Raises:
         RefusedFileError: `media_url_blocked` for a URL that is not allowed, `invalid_value` for one that is malformed.
     """
-    if len(url) > MAX_URL:
-        raise RefusedFileError("invalid_value", f"has more than {MAX_URL} characters")
-    if NOT_IN_URLS.search(url):
-        raise RefusedFileError("invalid_value", "has characters that no URL has")
+    _check_text(url)
     try:
         parts = urlsplit(url)
         host, given_port = (parts.hostname or "").lower(), parts.port
@@ -132,12 +129,18 @@ def redirected(target: Target, location: str, sources: MediaSources) -> Target:
     """Return where a redirect leads: to the same host, and not from https to http.
 
     Raises:
-        RefusedFileError: `media_url_blocked` or `invalid_value`.
+        RefusedFileError: `media_url_blocked`.
     """
-    if location.startswith("/") and not location.startswith("//"):
-        port = "" if target.port == PORTS[target.scheme] else f":{target.port}"
-        location = f"{target.scheme}://{target.host}{port}{location}"
-    found = admit(location, sources)
+    try:
+        # Joining removes some of the characters that are not allowed.
+        _check_text(location)
+        start = f"{target.scheme}://{target.host}:{target.port}{target.path}"
+        found = admit(urljoin(start, location), sources)
+    except (RefusedFileError, ValueError) as error:
+        rule = error.refusal.rule if isinstance(error, RefusedFileError) else "is not a URL"
+        raise RefusedFileError(
+            BLOCKED, f"is redirected by its host, and the new URL {rule}"
+        ) from None
     if found.host != target.host or (target.scheme == "https" and found.scheme != "https"):
         raise _blocked("is redirected to another host or scheme; send the final URL")
     return found
@@ -157,6 +160,13 @@ def checked_addresses(texts: Iterable[str], sources: MediaSources) -> tuple[Addr
         rule = "names a host with an address that is not public (--allow-private-media-hosts)"
         raise _blocked(rule)
     return found
+
+
+def _check_text(url: str) -> None:
+    if len(url) > MAX_URL:
+        raise RefusedFileError("invalid_value", f"has more than {MAX_URL} characters")
+    if NOT_IN_URLS.search(url):
+        raise RefusedFileError("invalid_value", "has characters that no URL has")
 
 
 def _may_connect(address: Address, allows_private: bool) -> bool:
