@@ -1,4 +1,4 @@
-"""The tower and the projector of a model that sees or hears, as the transformers library computes them.
+"""The tower and the projector of a model that sees or hears: trouper's own, or those of the transformers library.
 
 The rows of an image or a recording depend on nothing else, so they can be cached and shared by requests.
 """
@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trouper.actors.executor.media.projectors import num_tiles
 from trouper.actors.executor.media.slices import SlicedWork, Slices
 from trouper.actors.executor.media.tower_functions import TowerFunctions
+from trouper.actors.executor.media.vision import VisionTower, side_of
 from trouper.actors.messages.media import MediaArray, MediaItem
 from trouper.config.media import AUDIO, IMAGE, MediaConfig
 from trouper.errors import UnsupportedFeatureError
@@ -23,7 +25,7 @@ class MediaTower:
     """The tower and the projector of one model.
 
     Args:
-        model: transformers' class, without its text model.
+        model: an own tower, or transformers' class without its text model.
         hidden_size: numbers of a row, as many as the text model takes.
         slices: the points at which the model's layers may stop.
     """
@@ -73,8 +75,11 @@ class MediaTower:
 
         Where the family adds numbers to the outputs of the first layers, too (DeepStack), they follow in the same row.
         """
+        # Pixels are integers if the options of a processor leave out all scaling.
         inputs = {
-            name: array.to(self._dtype) if array.is_floating_point() else array
+            name: array.to(self._dtype)
+            if name == "pixel_values" or array.is_floating_point()
+            else array
             for name, array in arrays.items()
         }
         with TowerFunctions():
@@ -92,8 +97,8 @@ class MediaTower:
 
     def _features(self, inputs: Mapping[str, Tensor]) -> Any:
         model = self._model
-        if self._media.model_type == "mistral3":
-            return _of_mistral3(model, **inputs)
+        if isinstance(model, VisionTower):
+            return model(**inputs)
         if self._media.modality == IMAGE:
             return model.get_image_features(**inputs)
         if self._media.model_type == "qwen2_audio":
@@ -125,15 +130,6 @@ def _joined(found: Any) -> Tensor:
     """Return rows [R, E] in one matrix; the library returns some families' by image or by tile."""
     parts = cast("list[Tensor]", found) if isinstance(found, list | tuple) else [found]
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
-
-
-def _of_mistral3(model: Any, pixel_values: Tensor, image_sizes: Tensor) -> Tensor:
-    """Return the rows of one image, as the library computes them, which fails for an image of a single row."""
-    given, tower = model.config.vision_feature_layer, model.vision_tower
-    found = tower(pixel_values, image_sizes=image_sizes, output_hidden_states=True).hidden_states
-    layers = [given] if isinstance(given, int) else given
-    chosen = torch.cat([found[layer] for layer in layers], -1)
-    return model.multi_modal_projector(chosen[0], image_sizes)
 
 
 def _of_qwen2_audio(model: Any, input_features: Tensor, feature_attention_mask: Tensor) -> Tensor:
@@ -169,7 +165,7 @@ def _grey(config: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
         width = channels * int(vision.temporal_patch_size) * int(vision.patch_size) ** 2
         grid = torch.tensor([[1, side, side]])
         return {"pixel_values": torch.full((side * side, width), 0.5), "image_grid_thw": grid}
-    side, patch = _first(vision.image_size), _first(vision.patch_size)
+    side, patch = side_of(vision.image_size), side_of(vision.patch_size)
     is_pixtral = vision.model_type == "pixtral"
     # Towers that take images of any size get two rows by two. A whole tile of Idefics 3 would take half a second at every start.
     if is_pixtral:
@@ -178,9 +174,7 @@ def _grey(config: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
         side = 2 * patch * int(config.scale_factor)
     tiles: tuple[int, ...] = ()
     if pinpoints := getattr(config, "image_grid_pinpoints", None):
-        from transformers.models.llava_next.modeling_llava_next import image_size_to_num_patches
-
-        tiles = (1, image_size_to_num_patches([side, side], pinpoints, side))
+        tiles = (1, num_tiles([side, side], pinpoints, side))
     elif "pixel_attention_mask" in names:
         tiles = (1, 1)
     # Not zeros, which some families take for padding.
@@ -192,7 +186,3 @@ def _grey(config: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
     if "pixel_attention_mask" in names:
         made["pixel_attention_mask"] = torch.ones((1, 1, side, side), dtype=torch.int64)
     return made
-
-
-def _first(size: Any) -> int:
-    return int(size[0]) if isinstance(size, list | tuple) else int(size)

@@ -1,13 +1,15 @@
 """Load the vision or audio tower and the projector of a model, without its text model, which trouper's own code computes.
 
-The library's class is built with a text model of no layers, so that only the tensors of the tower are read, whatever their names
-in older checkpoints are.
+Towers of usual families are trouper's own, too (`media/vision.py`).  For the others the library's class is built with a text model
+of no layers, so that only the tensors of the tower are read, whatever their names in older checkpoints are.
 """
 
 import importlib.util
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from math import prod
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -15,7 +17,9 @@ from torch import nn
 
 from trouper.actors.executor.media.slices import SlicedLinear, Slices, slice_layers
 from trouper.actors.executor.media.tower import ADVICE, MediaTower
+from trouper.actors.executor.media.vision import VisionTower, own_tower, plain_name
 from trouper.actors.executor.models.hf_decoder import HfLinear
+from trouper.actors.executor.weights.checkpoint import Checkpoint
 from trouper.actors.executor.weights.hf_linears import Layer, exchange, observed
 from trouper.actors.executor.weights.random import RandomWeights
 from trouper.config.checkpoint.hf_config import outer_fields
@@ -26,6 +30,7 @@ from trouper.extras import install_hint
 
 # The text model is built without layers and with a vocabulary of this size, and dropped at once.
 SMALL_VOCABULARY = 8
+FLOATS = ("F32", "F16", "BF16", "F64")
 TEXT_MODELS = ("language_model", "text_model")
 
 
@@ -37,19 +42,12 @@ def load_tower(config: EngineConfig, media: MediaConfig) -> MediaTower:
         UnsupportedFeatureError: the tower cannot be computed.
     """
     dtype: torch.dtype = getattr(torch, config.dtype)
-    with _quiet():
-        cls, hf_config = _class_of(config)
-        if config.load_format == "dummy":
-            whole = _random(cls, hf_config, config.seed, dtype)
-        else:
-            whole = _read(cls, hf_config, media.folder, dtype)
-    # ColPali and ColQwen2 have a projection beside it.
-    model = whole.vlm if hasattr(whole, "vlm") else whole.model
-    for name in TEXT_MODELS:
-        if hasattr(model, name):
-            setattr(model, name, None)
-    slices = Slices()
-    tower = MediaTower(model.eval(), media, dtype, config.model.hidden_size, slices)
+    slices, row_size = Slices(), config.model.hidden_size
+    # Without memory for weights, which are assigned.
+    with torch.device("meta"):
+        own = own_tower(config.model.source_config, row_size)
+    model = _library_tower(config, media, dtype) if own is None else _filled(own, config, dtype)
+    tower = MediaTower(model.eval(), media, dtype, row_size, slices)
     layers = [
         Layer(parent, name, module, None)
         for parent in model.modules()
@@ -57,8 +55,9 @@ def load_tower(config: EngineConfig, media: MediaConfig) -> MediaTower:
         if type(module) is nn.Linear
     ]
     with torch.inference_mode():
-        # The only trial, since it takes as long as an image.
-        _, layers = observed(layers, lambda: [tower.check()])
+        if own is None:
+            # The only trial, since it takes as long as an image.
+            _, layers = observed(layers, lambda: [tower.check()])
         exchange(layers, config, dtype)
     for parent, name, _, _ in layers:
         linear = cast("HfLinear", getattr(parent, name))
@@ -66,7 +65,74 @@ def load_tower(config: EngineConfig, media: MediaConfig) -> MediaTower:
         tower.num_packed_bytes += linear.method.num_bytes
         setattr(parent, name, SlicedLinear(linear, slices))
     slice_layers(model, slices)
+    if own is not None:
+        with torch.inference_mode():
+            tower.check()
     return tower
+
+
+def _filled(model: VisionTower, config: EngineConfig, dtype: torch.dtype) -> VisionTower:
+    """Read the weights of an own tower.
+
+    Raises:
+        TrouperValidationError: the checkpoint lacks tensors of the tower, or has them in another shape or quantized.
+    """
+    wanted = {name: tuple(found.shape) for name, found in model.named_parameters()}
+    if config.load_format == "dummy":
+        source = RandomWeights(config.seed, dtype)
+        state = {name: source.read(name, shape) for name, shape in wanted.items()}
+        model.load_state_dict(state, assign=True)
+        return model
+    folder = config.model.path
+    checkpoint = Checkpoint(Path(folder))
+    shapes = checkpoint.shapes
+    names = {plain_name(name): name for name in shapes if not _is_of_text(name)}
+    places = {name: names.get(plain_name(name)) for name in wanted}
+    _refuse("lacks", [name for name, place in places.items() if place is None], folder)
+    found = [(name, str(place)) for name, place in places.items()]
+    misshapen = [place for name, place in found if wanted[name] not in _flat(shapes[place])]
+    _refuse("has misshapen", misshapen, folder)
+    mistyped = [place for _, place in found if checkpoint.dtype(place) not in FLOATS]
+    _refuse("has quantized", mistyped, folder)
+    state = {
+        name: checkpoint.read(place, shapes[place]).to(dtype).view(wanted[name])
+        for name, place in found
+    }
+    model.load_state_dict(state, assign=True)
+    return model
+
+
+def _flat(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes in which a stored tensor is used: patches as rows of a product, and vectors in one dimension."""
+    leading = next((i for i, size in enumerate(shape) if size != 1), 0)
+    return shape, shape[leading:], (shape[0], prod(shape[1:]))
+
+
+def _refuse(problem: str, names: Sequence[str], folder: str) -> None:
+    """Raise TrouperValidationError if there are tensors with this problem."""
+    if names:
+        shown = ", ".join(sorted(names)[:4]) + (", …" if len(names) > 4 else "")
+        raise TrouperValidationError(
+            f"model: the checkpoint {problem} {len(names)} tensors of the tower: {shown}; {ADVICE}",
+            parameter="model",
+            value=folder,
+        )
+
+
+def _library_tower(config: EngineConfig, media: MediaConfig, dtype: torch.dtype) -> nn.Module:
+    """Read the tower of a family that only the library computes."""
+    with _quiet():
+        cls, hf_config = _class_of(config)
+        if config.load_format == "dummy":
+            whole = _random(cls, hf_config, config.seed, dtype)
+        else:
+            whole = _read(cls, hf_config, media.folder, dtype)
+    # ColQwen2 has a projection beside it.
+    model = whole.vlm if hasattr(whole, "vlm") else whole.model
+    for name in TEXT_MODELS:
+        if hasattr(model, name):
+            setattr(model, name, None)
+    return model
 
 
 def load_whole(config: EngineConfig) -> Any:
@@ -142,14 +208,7 @@ def _read(
         raise invalid("model", rule, folder) from error
     for problem, key in (("lacks", "missing_keys"), ("has misshapen", "mismatched_keys")):
         names = sorted(_name(found) for found in info.get(key) or ())
-        names = [name for name in names if is_whole or not _is_of_text(name)]
-        if names:
-            shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
-            raise TrouperValidationError(
-                f"model: the checkpoint {problem} {len(names)} tensors of the tower: {shown}; {ADVICE}",
-                parameter="model",
-                value=folder,
-            )
+        _refuse(problem, [name for name in names if is_whole or not _is_of_text(name)], folder)
     return model
 
 
