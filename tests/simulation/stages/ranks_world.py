@@ -46,6 +46,8 @@ class RanksScenario(Scenario):
     """One drawn model in stages and ranks, with its requests."""
 
     NUM_STAGES = (1, 1, 2, 2, 3)
+    # Ranks keep no states.
+    NUM_SNAPSHOTS = (0,)
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)

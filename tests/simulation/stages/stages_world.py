@@ -5,6 +5,8 @@
 Coordinator, stages and clients take their steps one at a time; which is next is drawn. A stage keeps what it computes in blocks, as a
 model does: a value of each position, a hash of the stage's salt, of what the position is given and of the value before it. The
 last stage's value is the token. So a wrong hidden state, or an id in a row that is not its own, changes what clients get.
+In half of the schedules each stage also keeps a recurrent state of each row: a hash of all values of the stage so far. A stage that
+begins with the state of another position is a fault, and another state changes what clients get.
 """
 
 import random
@@ -18,6 +20,7 @@ from trouper.actors.messages.steps import DeviceLost, NewSequence, StepDone, Ste
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.state.kv_blocks import KVBlocks
 from trouper.actors.scheduling.state.sequence import Sequence
+from trouper.actors.scheduling.state.state_snapshots import StateSnapshots
 from trouper.actors.stages import Feedback, is_due, num_ring_entries, sends_tokens
 from trouper.config.engine_config import SchedulerConfig
 from trouper.config.parallel import max_steps_in_flight
@@ -35,12 +38,15 @@ class Rules(NamedTuple):
     drains_only_to_read: bool = False
     waits_every_step: bool = False
     masks_by_itself: bool = False  # the last stage looks at what it knows, and not at the plan
+    saves_at_ends: bool = False  # of steps, and not where the plan says
 
 
 class Scenario:
     """One drawn pipeline, with its requests."""
 
     NUM_STAGES = (2, 2, 3, 3, 4)
+    # Rows of snapshots behind the states of running sequences; 0 for a model without states.
+    NUM_SNAPSHOTS = (0, 0, 4, 9)
 
     def __init__(self, seed: int) -> None:
         dice = self.dice = random.Random(seed)
@@ -63,6 +69,8 @@ class Scenario:
         self.prefix_caching = dice.random() < 0.5
         self.requests = [self._request(id) for id in range(dice.randint(1, 10))]
         self.aborts = {id: dice.random() < 0.25 for id in range(len(self.requests))}
+        # Dice of their own, so that all other choices stay those of the seed.
+        self.num_snapshots = random.Random(seed).choice(self.NUM_SNAPSHOTS)
 
     def expected_tokens(self, request: Admit) -> list[int]:
         """Compute the tokens of a request alone, without blocks, steps or rings."""
@@ -81,7 +89,13 @@ class Scenario:
 
     def stage_value(self, stage: int, given: int, memory: dict[Hashable, int]) -> int:
         """Return a stage's value of the next position of a sequence; `memory` is of its positions before."""
-        memory[stage] = mixed(stage, given, memory.get(stage, 0))
+        before = memory.get(stage, 0)
+        if self.num_snapshots:
+            state = memory.get((stage, "state"), 0)
+            before = mixed("state", state, before)
+        memory[stage] = mixed(stage, given, before)
+        if self.num_snapshots:
+            memory[stage, "state"] = mixed("state", memory[stage], state)
         return memory[stage]
 
     def _request(self, id: int) -> Admit:
@@ -117,8 +131,18 @@ def note_plan(feedback: Feedback, plan: StepPlan) -> None:
 class SimulatedStage:
     """Rows, block tables and the cache of one stage."""
 
-    def __init__(self, index: int, block_size: int) -> None:
+    def __init__(
+        self,
+        index: int,
+        block_size: int,
+        *,
+        keeps_states: bool = False,
+        saves_at_ends: bool = False,
+    ) -> None:
         self.index, self._block_size = index, block_size
+        self._keeps_states, self._saves_at_ends = keeps_states, saves_at_ends
+        # By row, and by row of a snapshot: how many tokens the state has seen, and the state.
+        self._states: dict[int, tuple[int, int]] = {}
         self.tokens: dict[int, dict[int, int]] = {}  # by row, by position
         self._tables: dict[int, list[int]] = {}
         self._cache: dict[tuple[int, int], int] = {}
@@ -138,6 +162,8 @@ class SimulatedStage:
     def _place(self, new: NewSequence) -> None:
         self.tokens[new.request_slot] = dict(enumerate(new.token_ids))
         self._tables[new.request_slot] = list(new.block_ids)
+        if new.state_row >= 0:
+            self._states[new.request_slot] = self._states[new.state_row]
 
     def write_tokens(self, feedback: Feedback, step: int, token_ids: list[int]) -> None:
         """Put the tokens of a step into the rows that still have their sequences."""
@@ -153,6 +179,7 @@ class SimulatedStage:
         )
         for entry, (row, start, count) in enumerate(entries):
             values: list[int] = []
+            state = self._state_at(row, start, plan)
             for position in range(start, start + count):
                 if given is None and position not in self.tokens[row]:
                     raise SimulationFault(f"step {plan.step} reads a token that has not come")
@@ -160,11 +187,36 @@ class SimulatedStage:
                     self.tokens[row][position] if given is None else given[entry][position - start]
                 )
                 before = self._cache.get(self._place_of(row, position - 1), -1) if position else 0
+                if self._keeps_states:
+                    before = mixed("state", state, before)
                 kept, value = self.value_of(value, before)
                 self._cache[self._place_of(row, position)] = kept
                 values.append(value)
+                if self._keeps_states:
+                    state = mixed("state", kept, state)
+                    self._save(
+                        row, position + 1, state, plan, is_last=position + 1 == start + count
+                    )
             found.append(values)
         return found
+
+    def _state_at(self, row: int, start: int, plan: StepPlan) -> int:
+        """Return the state with which an entry begins."""
+        if not self._keeps_states or not start:
+            return 0
+        position, state = self._states.get(row, (-1, 0))
+        if position != start:
+            rule = f"stage {self.index} has a state at {position}, and step {plan.step} begins at {start}"
+            raise SimulationFault(rule)
+        return state
+
+    def _save(self, row: int, position: int, state: int, plan: StepPlan, *, is_last: bool) -> None:
+        """Keep the state of a row behind its last token, and copy it to the rows that the plan names."""
+        for slot, target, at in plan.saves:
+            if slot == row and (is_last if self._saves_at_ends else at == position):
+                self._states[target] = (at, state)
+        if is_last:
+            self._states[row] = (position, state)
 
     def value_of(self, given: int, before: int) -> tuple[int, int]:
         """Return what is kept of a position, and what is passed on."""
@@ -189,14 +241,32 @@ class StagesWorld(TurnsWorld):
         super().__init__(scenario)
         self._rules = rules or Rules()
         blocks = KVBlocks(scenario.num_blocks + 1, scenario.block_size, scenario.prefix_caching)
-        self.policy = Policy(scenario.config, blocks)
+        states = None
+        if scenario.num_snapshots:
+            sizes = scenario.config.max_num_seqs, scenario.num_snapshots, scenario.block_size
+            states = StateSnapshots(
+                *sizes,
+                has_cache=scenario.prefix_caching,
+                interval=scenario.block_size,
+                spacing=scenario.block_size,
+            )
+        self.policy = Policy(scenario.config, blocks, states=states)
         self._to_abort = [id for id, is_aborted in scenario.aborts.items() if is_aborted]
         self._num_kills = 0
         self._start_stages()
 
     def _start_stages(self) -> None:
         scenario, num = self._scenario, self._scenario.num_stages
-        self._stages = [SimulatedStage(index, scenario.block_size) for index in range(num)]
+        self._stages = [
+            SimulatedStage(
+                index,
+                scenario.block_size,
+                keeps_states=scenario.num_snapshots > 0,
+                # Only the last stage has the bug.
+                saves_at_ends=self._rules.saves_at_ends and index == num - 1,
+            )
+            for index in range(num)
+        ]
         self._hidden: list[deque[tuple[int, list[list[int]]]]] = [deque() for _ in range(num - 1)]
         self._token_ring: deque[tuple[int, list[int]]] = deque()
         self._num_token_entries = num_ring_entries(num) + self._rules.num_token_entries
@@ -348,6 +418,8 @@ class StagesWorld(TurnsWorld):
         blocks = self.policy.blocks
         if blocks.num_free != blocks.num_usable:
             raise SimulationFault(f"blocks are left: {blocks}")
+        if self.policy.statistics().num_state_rows_pending:
+            raise SimulationFault(f"rows of states are left: {self.policy.states}")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import pytest
 
 from tests.simulation.turns import first_found, played
 from trouper.actors.scheduling.state import step_builder
+from trouper.actors.scheduling.state.state_snapshots import StateSnapshots
 from trouper.actors.stages import Feedback, TokenWrite
 
 from .stages_world import Rules, StagesWorld
@@ -29,6 +30,7 @@ RULES = {
     "the ring of tokens is one short": Rules(num_token_entries=-1),
     "the ring of tokens is drained only to read": Rules(drains_only_to_read=True),
     "rows have no generation": Rules(feedback=Unchecked),
+    "the last stage saves the state behind the step": Rules(saves_at_ends=True),
 }
 
 
@@ -42,6 +44,7 @@ def test_schedules_end_with_tokens_that_each_request_has_alone():
     statistics = [world.policy.statistics() for world in worlds]
     assert any(s.num_preemptions for s in statistics)
     assert any(s.prefix_cache_hits for s in statistics)
+    assert any(s.prefix_cache_hits for s in statistics if s.num_state_hits)
 
 
 # one takes hundreds of schedules
@@ -69,4 +72,19 @@ def test_sequence_planned_one_step_early_is_found(monkeypatch):
 def test_plan_that_does_not_say_what_it_reads_is_found(monkeypatch):
     plain = step_builder.StepPlan
     monkeypatch.setattr(step_builder, "StepPlan", lambda **fields: plain(**{**fields, "reads": 0}))
+    assert is_found()
+
+
+def test_snapshot_under_an_earlier_name_is_found(monkeypatch):
+    right = StateSnapshots._name
+
+    def wrong(self, sequence, end):
+        return right(self, sequence, max(self._block_size, end - self._block_size))
+
+    monkeypatch.setattr(StateSnapshots, "_name", wrong)
+    assert is_found()
+
+
+def test_row_of_a_snapshot_that_is_not_given_back_is_found(monkeypatch):
+    monkeypatch.setattr(StateSnapshots, "leave", lambda self, sequence: None)
     assert is_found()
