@@ -24,6 +24,7 @@ from trouper.actors.executor.steps.tier_files import (
 )
 from trouper.actors.executor.steps.tier_thread import IDLE_S, TierThread
 from trouper.actors.executor.workers import tier_space
+from trouper.actors.messages.steps import state_of
 from trouper.config.args import EngineArgs
 from trouper.config.parallel import CPU_BIND, PARTITION
 from trouper.config.resolve import resolve
@@ -197,6 +198,52 @@ def test_two_writers_stay_within_the_bound_at_all_times(tmp_path):
     assert max(seen) == bound
     assert 3 * size <= num_bytes(tmp_path) <= bound
     assert a_folder(tmp_path, max_bytes=bound).num_bytes == num_bytes(tmp_path)
+
+
+def test_smaller_bound_holds_from_the_start(tmp_path):
+    folder = a_folder(tmp_path)
+    for number in range(8):
+        put(folder, number)
+    assert a_folder(tmp_path, max_bytes=folder.num_bytes // 2).num_bytes <= folder.num_bytes // 2
+    assert num_bytes(tmp_path) <= folder.num_bytes // 2
+
+
+def put_state(folder, number):
+    name, raw = state_of(name_of(number)), raw_of(100 + number)
+    packed = PackedBlock(RAW, np.empty(0, np.uint32), raw, NUM_RAW, SUM.of(raw, name))
+    folder.write(name, name_of(number), packed)
+
+
+def test_state_has_the_name_of_its_block(tmp_path):
+    folder = a_folder(tmp_path)
+    with pytest.raises(RefusedError, match="parent"):
+        put_state(folder, 1)
+    put(folder, 1)
+    put_state(folder, 1)
+    again = a_folder(tmp_path)
+    assert set(again.take_changes()[0]) == {name_of(1), state_of(name_of(1))}
+    assert (again.read(state_of(name_of(1)), NUM_RAW).payload == raw_of(101)).all()
+    assert (read(again, 1) == raw_of(1)).all()
+    # It is used with its block, and removed before it.
+    again.touch(state_of(name_of(1)))
+    size = 3 * num_bytes(tmp_path) // 4
+    smaller = a_folder(tmp_path, max_bytes=size)
+    assert name_of(1) in smaller
+    assert state_of(name_of(1)) not in smaller
+
+
+def test_state_and_block_are_not_exchanged(tmp_path):
+    folder, name = a_folder(tmp_path), name_of(1)
+    put(folder, 1)
+    put_state(folder, 1)
+    block, state = path_of(tmp_path, 1), next(tmp_path.rglob(f"{name.hex()}ff.*"))
+    contents = block.read_bytes(), state.read_bytes()
+    block.write_bytes(contents[1])
+    state.write_bytes(contents[0])
+    for each in (name, state_of(name)):
+        with pytest.raises(RefusedError, match="name"):
+            folder.read(each, NUM_RAW)
+    assert SUM.of(raw_of(1), name) != SUM.of(raw_of(1), state_of(name))
 
 
 def test_children_go_before_parents(tmp_path):

@@ -166,6 +166,9 @@ class Hybrid:
     def states(self):
         return sorted(f for f in self.folder.rglob("*.*") if len(f.name) == 83)
 
+    def all_files(self):
+        return files_of(self.folder) + self.states()
+
 
 @pytest.mark.parametrize(
     "kind", ["lfm2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in HYBRIDS if kind != "lfm2")]
@@ -183,6 +186,102 @@ def test_states_survive_the_engine(kind, tmp_path):
     block.unlink()
     with hybrid.llm(hybrid.folder) as llm:
         assert answers(llm) == (hybrid.expected, 2 * 144)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    return Hybrid("qwen3_5_text", tmp_path_factory.mktemp("hybrid"))
+
+
+@pytest.fixture
+def copied_hybrid(hybrid, tmp_path):
+    """The folder of a tier with states, which a test may damage."""
+    copy = object.__new__(Hybrid)
+    copy.model, copy.expected, copy.folder = hybrid.model, hybrid.expected, tmp_path / "tier"
+    subprocess.run(["cp", "-a", hybrid.folder, copy.folder], check=True)
+    return copy
+
+
+def damage_states(hybrid, number):
+    states = hybrid.states()
+    for place, path in enumerate(states):
+        # The thread may remove a file at the same time, and a round before may have taken the right to read it.
+        with suppress(FileNotFoundError, PermissionError):
+            damage(path, number, states[place - 1])
+
+
+@pytest.mark.slow
+def test_damaged_states_cost_only_time(copied_hybrid):
+    hybrid = copied_hybrid
+    for number in range(9):
+        damage_states(hybrid, number)
+        with hybrid.llm(hybrid.folder) as llm:
+            found, num_cached = answers(llm)
+            assert found == hybrid.expected
+            # The last exchanged file is whole again, and a superuser may read files without a mode.
+            assert num_cached <= 144 or number == 8
+            # Computed states are written again.
+            wait_for(lambda: len(hybrid.states()) == 3)
+
+
+@pytest.mark.slow
+def test_states_may_change_while_in_use(copied_hybrid):
+    hybrid = copied_hybrid
+    with hybrid.llm(hybrid.folder) as llm:
+        for number in range(18):
+            damage_states(hybrid, number)
+            assert llm.reset_prefix_cache()
+            assert answers(llm)[0] == hybrid.expected
+
+
+@pytest.mark.slow
+def test_links_and_states_of_other_models_are_removed(copied_hybrid):
+    hybrid, states = copied_hybrid, copied_hybrid.states()
+    outside = hybrid.folder.parent / "outside"
+    outside.write_bytes(states[0].read_bytes())
+    states[0].unlink()
+    states[0].symlink_to(outside)
+    blocks = files_of(hybrid.folder)
+    states[1].write_bytes(blocks[0].read_bytes())
+    blocks[0].write_bytes(states[2].read_bytes())
+    with hybrid.llm(hybrid.folder) as llm:
+        found, num_cached = answers(llm)
+        assert found == hybrid.expected
+        assert num_cached <= 144
+    with hybrid.llm(hybrid.folder, dtype="bfloat16") as llm:
+        assert answers(llm)[1] == 0
+
+
+@pytest.mark.slow
+def test_hanging_disk_stops_no_model_with_states(copied_hybrid, monkeypatch):
+    hybrid, disk = copied_hybrid, Slow()
+    monkeypatch.setattr(tier_thread, "TierDisk", lambda: disk)
+    monkeypatch.setattr(tier_thread, "CLOSE_S", 0.01)
+    monkeypatch.setattr("trouper.actors.scheduling.state.tier.FIRST_DEADLINE_S", 0.05)
+    with hybrid.llm(hybrid.folder) as llm:
+        assert answers(llm) == (hybrid.expected, 0)
+        assert llm.reset_prefix_cache()
+        assert answers(llm)[0] == hybrid.expected
+        llm.sleep(level=1)
+        llm.wake_up()
+        assert answers(llm)[0] == hybrid.expected
+    disk.goes_on.set()
+
+
+@pytest.mark.slow
+def test_states_stay_within_the_bound_and_are_removed(copied_hybrid):
+    hybrid = copied_hybrid
+    size, of_state = 60_000, hybrid.states()[0].stat().st_size
+    with hybrid.llm(hybrid.folder, kv_tier_size=size, kv_tier_min_free=0.0) as llm:
+        for _ in range(3):
+            assert answers(llm)[0] == hybrid.expected
+            assert llm.reset_prefix_cache()
+        wait_for(lambda: sum(f.stat().st_size for f in hybrid.all_files()) <= size)
+        assert llm.reset_prefix_cache(reset_connector=True)
+        wait_for(lambda: not hybrid.all_files())
+        assert answers(llm) == (hybrid.expected, 0)
+    with pytest.raises(TrouperValidationError, match="no room for one state"):
+        hybrid.llm(hybrid.folder, kv_tier_size=of_state - 1)
 
 
 def tokens(found):

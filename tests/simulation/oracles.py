@@ -13,6 +13,7 @@ from trouper.actors.engine.lifecycle import EngineState
 from trouper.actors.engine.request_table import EngineSnapshot
 from trouper.actors.engine.wiring import Engine
 from trouper.actors.messages.controls import Pause
+from trouper.actors.messages.steps import is_state
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.state.sequence import Sequence, State
 from trouper.actors.scheduling.state.tier import FIRST_DEADLINE_S, MAX_ORDERS
@@ -141,10 +142,25 @@ def held_by_tier(policy: Policy) -> Counter[int]:
     tier = policy._tier
     if tier is None:
         return Counter()
-    held = Counter(block for block, _, _ in tier._stores.values())
+    held = Counter(block for block, name, _ in tier._stores.values() if not is_state(name))
     if tier._fetch is not None:
         held.update(tier._fetch.prefix + tier._fetch.blocks)
     return held
+
+
+def rows_of_tier(policy: Policy) -> set[int]:
+    """Return the rows of states that are neither free nor offered until the tier on disk has answered."""
+    tier, states = policy._tier, policy.states
+    if tier is None or states is None:
+        return set()
+    stored = {row for row, name, _ in tier._stores.values() if is_state(name)}
+    require(states.rows._held == stored, "rows are held that are not being stored", stored)
+    fetch = tier._fetch
+    fetched = set() if fetch is None or fetch.row is None else {fetch.row}
+    require(
+        not fetched & set(states.rows._offered.values()), "a state is offered before it is there"
+    )
+    return fetched | states.rows._withdrawn
 
 
 def check_tier(policy: Policy, device: Any) -> None:
@@ -162,6 +178,7 @@ def check_tier(policy: Policy, device: Any) -> None:
         surplus = device.tier.open - wanted
         require(len(surplus) <= 1, "orders that nobody waits for", surplus)
     require(len(device.tier.open) <= MAX_ORDERS + 1, "orders without an answer", device.tier.open)
+    rows_of_tier(policy)
     for block in fetch.blocks if fetch is not None else ():
         is_offered = policy.blocks.hash_of(block) is not None
         require(not is_offered, "a prefix is offered before it is there", block)
@@ -513,7 +530,8 @@ def check_idle(world: Any) -> None:
     require(mine.num_steps_in_flight == 0, "steps in flight", stats)
     num_held = len(held_by_tier(policy))
     require(mine.num_blocks_free + num_held == mine.num_blocks_total, "blocks leak", stats)
-    require(mine.num_state_rows_pending == 0, "rows of states leak", stats)
+    num_pending = len(rows_of_tier(policy))
+    require(mine.num_state_rows_pending == num_pending, "rows of states leak", stats)
     require(not policy.table.requests and not policy.table.sequences, "requests leak", policy)
     if policy.turns is not None:
         require(not policy.turns.has_prompts, "prompts leak", policy.turns)

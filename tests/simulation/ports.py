@@ -121,8 +121,11 @@ class Trouble(Conditions):
         if not is_poisoned and self._dice.random() >= weather.step_error_rate:
             return None
         self.num_errors += 1
-        if len(sequences) == 1:
-            self.failed_alone.add(sequences[0])
+        # With recurrent states, the search goes by requests.
+        has_states = getattr(self._scenario, "num_snapshots", 0) > 0
+        named = {self._owners[id][0] if has_states else id for id in sequences}
+        if len(named) == 1:
+            self.failed_alone.update(sequences)
         return StepError("poisoned" if is_poisoned else "a passing error", self._dice.randrange(4))
 
     def num_right(self, sequence: SequenceId, num_drafts: int) -> int:

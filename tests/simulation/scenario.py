@@ -201,6 +201,13 @@ def draw_with_tier(seed: int) -> Scenario:
     return scenario
 
 
+def draw_with_states_on_disk(seed: int) -> Scenario:
+    """One with a tier on disk whose model keeps recurrent states."""
+    scenario = draw_with_tier(seed)
+    scenario.num_snapshots = streams_of(seed)("more rows").choice((2, 4, 8))
+    return scenario
+
+
 def draw_with_bad_disk(seed: int) -> Scenario:
     """One whose disk keeps everything, and much of it wrongly."""
     scenario = draw_with_tier(seed)
@@ -305,8 +312,7 @@ def draw_with(dice: Dice, *, seed: int) -> Scenario:
     )
     if not scenario.num_snapshots and dice("windows").random() < 0.4:
         give_windows(scenario, dice("windows"))
-    has_plain_cache = scenario.prefix_caching and not scenario.num_snapshots
-    if has_plain_cache and scenario.windows == (None,) and dice("tier").random() < 0.5:
+    if scenario.prefix_caching and scenario.windows == (None,) and dice("tier").random() < 0.5:
         give_disk(scenario, dice("tier"))
     return scenario
 

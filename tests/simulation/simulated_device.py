@@ -42,6 +42,7 @@ from trouper.actors.messages.steps import (
     TierAnswer,
     TierOrder,
     TokenLogprobs,
+    is_state,
 )
 from trouper.config.kv_layout import KVLayout
 
@@ -291,6 +292,21 @@ class SimulatedPages:
         self._cache[start : start + self.num_bytes] = raw.tobytes()
 
 
+class SimulatedStates:
+    """The rows of states of a simulated device as bytes, in place of a `StatePool`."""
+
+    codec, num_bytes = None, ENTRY_BYTES
+
+    def __init__(self, states: dict[int, bytes]) -> None:
+        self._states = states
+
+    def copy_out(self, row: int, raw: NDArray[np.uint8]) -> None:
+        raw[:] = np.frombuffer(self._states.get(row, POISON), np.uint8)
+
+    def copy_in(self, row: int, raw: NDArray[np.uint8]) -> None:
+        self._states[row] = raw.tobytes()
+
+
 class _Row:
     """State of one sequence on the device."""
 
@@ -356,13 +372,14 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
     async def load(self) -> DeviceInfo:
         info = await super().load()
         if self.tier is not None:
-            self.tier.start(self._poison, self._note_tier)
+            self.tier.start(self._poison_fetched, self._note_tier)
             self._attach_tier()
         return info
 
     def _attach_tier(self) -> None:
         if self.tier is not None:
-            self.tier.attach(SimulatedPages(self._cache, self._stride))
+            pages, states = SimulatedPages(self._cache, self._stride), SimulatedStates(self._states)
+            self.tier.attach(pages, states)
 
     async def aclose(self) -> None:
         self._rows.clear()
@@ -487,6 +504,12 @@ class SimulatedDevice(SimulatedSteps[StepPlan]):
         }
         if found := [problem for problem, is_there in problems.items() if is_there]:
             raise ValueError(f"step {plan.step}: {', '.join(found)}")
+
+    def _poison_fetched(self, order: TierOrder) -> None:
+        if is_state(order.names[0]):
+            self._states[order.blocks[0]] = POISON
+        else:
+            self._poison(order.blocks)
 
     def _poison(self, blocks: Sequence[int]) -> None:
         for block in blocks:

@@ -26,7 +26,7 @@ from trouper.actors.messages.steps import TierAnswer, TierOrder
 from trouper.config.tier import TierConfig
 
 from .scenario import DiskWeather
-from .simulated_device import SimulatedPages
+from .simulated_device import SimulatedPages, SimulatedStates
 
 FOLDER, SPACE = "/tier", b"s" * 16
 FOLDER_OF_SPACE = f"{FOLDER}/{SPACE.hex()}"
@@ -242,7 +242,7 @@ class SimulatedTier:
         # Without an answer: their numbers.
         self.open: set[int] = set()
         self._thread: _DrawnThread = None  # type: ignore[assignment]  # set when the device is loaded
-        self._poison: Callable[[tuple[int, ...]], None] = lambda blocks: None
+        self._poison: Callable[[TierOrder], None] = lambda order: None
         self._work: tuple[TierOrder, int] | None = None
         self._is_done_at = math.inf
         self._num_begun = 0
@@ -257,18 +257,18 @@ class SimulatedTier:
         )
         with (
             patch.multiple(tier_files, os=self.files, fcntl=lock, time=clock),
-            patch.multiple(tier_thread, threading=no_thread, time=clock, Pages=lambda pages, _: pages),
+            patch.multiple(tier_thread, threading=no_thread, time=clock, Pages=lambda pages, _: pages, StateRows=lambda states: states),
             patch.object(tier_thread.logger, "disabled", True),
         ):  # fmt: skip
             yield
 
     def start(
-        self, poison: Callable[[tuple[int, ...]], None], answer: Callable[[TierAnswer], None]
+        self, poison: Callable[[TierOrder], None], answer: Callable[[TierAnswer], None]
     ) -> None:
         """Begin, when the model is loaded.
 
         Args:
-            poison: overwrites blocks that are being fetched.
+            poison: overwrites what is being fetched.
         """
         self._poison = poison
         self._thread = _DrawnThread(self.config, lambda: SPACE, lambda: math.inf)
@@ -280,8 +280,8 @@ class SimulatedTier:
 
         self._thread.begin(answered)
 
-    def attach(self, pages: SimulatedPages) -> None:
-        self._thread.attach(pages, 0)  # type: ignore[arg-type]
+    def attach(self, pages: SimulatedPages, states: SimulatedStates) -> None:
+        self._thread.attach(pages, 0, states)  # type: ignore[arg-type]
 
     def detach(self) -> None:
         self._thread.detach()
@@ -314,7 +314,7 @@ class SimulatedTier:
         self._thread.duration_s = seconds
         self._is_done_at = anyio.current_time() + seconds
         if order.kind == "fetch":
-            self._poison(order.blocks)
+            self._poison(order)
 
     def finish(self) -> None:
         """Do what is due by now."""

@@ -5,10 +5,11 @@ import msgspec
 from trouper.actors.executor.steps import tier_files
 from trouper.actors.executor.steps.tier_files import Checksum, RefusedError, TierFolder
 from trouper.actors.executor.steps.tier_thread import TierThread
+from trouper.actors.messages.steps import is_state
 from trouper.actors.scheduling.state.tier import Tier
 
 from .bugs import bug
-from .scenario import draw_with_bad_disk, draw_with_tier
+from .scenario import draw_with_bad_disk, draw_with_states_on_disk, draw_with_tier
 from .simulated_device import SimulatedSteps
 
 # Decisions
@@ -103,6 +104,39 @@ def block_is_stored_after_its_answer(right):
         return 1
 
     return faulty
+
+
+# Recurrent states
+
+
+@bug(Tier, "_fetch_state", draw_with_states_on_disk)
+def state_of_another_block_is_fetched(right):
+    def faulty(self, sought, prefix):
+        order = right(self, sought, prefix)
+        others = [name for name in sorted(self._known) if is_state(name)]
+        return order and msgspec.structs.replace(order, names=(others[0],))
+
+    return faulty
+
+
+@bug(TierThread, "_store", draw_with_states_on_disk)
+def stored_state_is_older_than_its_blocks(right):
+    """The thread copies the row of the state before."""
+
+    def faulty(self, folder, order, generation):
+        if is_state(order.names[0]):
+            older, self.older = getattr(self, "older", order.blocks), order.blocks
+            order = msgspec.structs.replace(order, blocks=older)
+        return right(self, folder, order, generation)
+
+    return faulty
+
+
+@bug(Tier, "_take_in_state", draw_with_states_on_disk)
+def every_fetched_state_counts(right):
+    return lambda self, fetch, row, answer: right(
+        self, fetch, row, msgspec.structs.replace(answer, num_done=1)
+    )
 
 
 # The files

@@ -252,7 +252,10 @@ class TierFolder:
         self._read: dict[str, tuple[int, float, float]] = {}
         os.makedirs(self._path(), mode=0o700, exist_ok=True)
         with self._locked():
-            self._refresh()
+            is_exact = self._refresh()
+            # The bound may be smaller than in an earlier start.
+            with suppress(RefusedError):
+                self._make_room(0, is_exact=is_exact)
 
     def __repr__(self) -> str:
         return f"<TierFolder {self._root}: {len(self._entries)} files, {self._num_bytes} bytes>"
