@@ -1,5 +1,6 @@
 """Files of the tier on disk: their format, damage, the bound of the folder and the order of removal."""
 
+import json
 import os
 import stat
 import zlib
@@ -387,6 +388,32 @@ def test_each_part_of_a_model_has_its_own_space(tmp_path, monkeypatch):
         workers = range(config.workers_per_replica)
         spaces += [tier_space.find_space(config, worker, 1) for worker in workers]
     assert len(set(spaces)) == len(spaces) == 9
+
+
+def test_length_that_chooses_rotary_factors_is_named(tmp_path):
+    """LongRoPE turns keys otherwise in an engine whose `max_model_len` is beyond the trained length."""
+    model, rope = tmp_path / "model", {"rope_type": "longrope", "factor": 8.0}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [8.0] * 8}
+    fields = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 100, "hidden_size": 64,
+        "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 512, "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    model.mkdir()
+    spaces = []
+    for scaling in (None, rope):
+        (model / "config.json").write_text(json.dumps({**fields, "rope_scaling": scaling}))
+        for length in (64, 128):
+            args = EngineArgs(
+                str(model),
+                load_format="dummy",
+                max_model_len=length,
+                kv_tier_dir=str(tmp_path / "t"),
+                skip_tokenizer_init=True,
+            )
+            spaces.append(tier_space.find_space(resolve(args), 0, 1))
+    assert spaces[0] == spaces[1]
+    assert len(set(spaces)) == 3
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,8 @@ def find_space(config: EngineConfig, worker: int, num_threads: int) -> bytes:
         [_without(m, NOT_SHAPING_OF_MODEL) for m in (config.model, config.draft_model) if m],
         None if config.media is None else _without(config.media, NOT_SHAPING_OF_MEDIA),
         config.seed if config.load_format == "dummy" else None,
+        # LongRoPE has other factors for an engine of long sequences, also in the short ones.
+        config.max_model_len if "long_factor" in repr(config.model.hf_config) else None,
         _digests(weight_files(config), Path(config.tier.folder) / "weights.json"),
         # The part of a worker depends on what all of them compute.
         [config.num_stages, worker, [num_physical_cores(cpus) for cpus in config.cpu_bind or ()]],
