@@ -117,7 +117,6 @@ class SnapshotRows:
             row = self._offered[oldest]
             self._forget(oldest)
             self.num_evictions += 1
-        self.num_saves += 1
         return row
 
     def _oldest(self, names: Iterable[bytes]) -> bytes | None:
@@ -297,6 +296,7 @@ class StateSnapshots:
         def take(position: int, name: bytes | None = None, *, is_guess: bool = False) -> None:
             row = self.rows.take(name, is_guess=is_guess)
             if row >= 0:
+                self.rows.num_saves += 1
                 sequence.marks.saving[position] = row
                 saves.append((sequence.request_slot, row, position))
 
