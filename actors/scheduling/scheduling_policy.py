@@ -1,6 +1,7 @@
-"""State of the scheduler at one moment, as plain data.
+"""The interface between the scheduler actor and what it schedules, generation or pooling, and snapshots of their state.
 
-The interface between the scheduler actor and what it schedules: generation or pooling.
+The actor receives messages and waits; a policy decides.  A snapshot is plain data, so that metrics and the page can read it while the
+scheduler goes on.
 """
 
 from collections.abc import Sequence

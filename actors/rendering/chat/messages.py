@@ -1,10 +1,10 @@
-"""Plain JSON data of conversations, on its way to the processes that render chat templates.  Pure.
+"""Convert conversations to plain JSON data, and repair the arguments of their tool calls.  Pure.
 
-An order to such a process is a frame of JSON: [number, arguments of a ChatTemplate or null, messages, options].  A
-template is sent once and referred to by its number afterwards.  The answer is a frame with {"pieces": ...} or an error.
+The data goes to the processes that render chat templates.  An order to such a process is a frame of JSON: [number, arguments of a
+ChatTemplate or null, messages, options].  A template is sent once and referred to by its number afterwards.  The answer is a frame
+with {"pieces": ...} or an error.
 
-The arguments of earlier tool calls need repair first: clients send them back as text, sometimes truncated, while chat
-templates expect a JSON object.
+Clients send the arguments of earlier tool calls back as text, sometimes truncated, while chat templates expect a JSON object.
 """
 
 import json
