@@ -613,10 +613,10 @@ def hit_tokens(port):
 
 
 @asynccontextmanager
-async def workers_of(folder, module=MODULE, **sizes):
+async def workers_of(folder, module=MODULE, model="tiny", **sizes):
     """Open an engine of worker processes with one folder.  Yields it and a function that kills one of them."""
     options = {**OPTIONS, **sizes, "kv_tier_dir": str(folder), "max_worker_restarts": 1000}
-    config = resolve(EngineArgs("tiny", **options))
+    config = resolve(EngineArgs(str(model), **options))
     peers = {}
 
     def start(worker, *, files=()):
@@ -673,6 +673,14 @@ async def kill_again_and_again(folder, expected, num_kills, **sizes):
 )
 async def test_killed_workers_with_one_folder_change_no_token(copied, expected, sizes):
     assert await kill_again_and_again(copied, tokens(expected), 3, **sizes) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.trio
+async def test_killed_stages_with_states_change_no_token(copied_hybrid):
+    hybrid, wanted = copied_hybrid, tokens(copied_hybrid.expected)
+    options = {"model": hybrid.model, "max_model_len": 256, "pipeline_parallel_size": 2}
+    assert await kill_again_and_again(hybrid.folder, wanted, 3, **options) > 0
 
 
 @pytest.mark.slow
