@@ -3,6 +3,7 @@
 import json
 from importlib.util import find_spec
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -13,6 +14,7 @@ from trouper.actors.executor.runners.cpu.draft_model import DraftModel
 from trouper.actors.executor.speculation.drafter import Drafter
 from trouper.actors.executor.speculation.matching import RUNS
 from trouper.config.model import DEMO_MODEL
+from trouper.config.resolve import resolve
 from trouper.kernels.reference.sampling import NOT_FINITE
 from trouper.structured_outputs import StructuredOutputsParams
 
@@ -254,6 +256,15 @@ def test_a_draft_model_that_knows_nothing_changes_nothing(options, plain, untrai
         stats = llm.llm_engine.statistics().scheduler
     assert found == {name: plain[name] for name in found}
     assert stats.num_draft_tokens > 10 * stats.num_accepted_tokens
+
+
+def test_draft_model_of_a_gguf_file_is_not_rounded_again():
+    """The name of the file has no suffix, as those in Ollama's store."""
+    config = resolve(EngineArgs(quantization="int8"))
+    for is_gguf, wanted in ((False, "int8"), (True, None)):
+        model = msgspec.structs.replace(config.model, path="sha256-0", is_gguf=is_gguf)
+        draft = DraftModel(config, model, None, None)
+        assert draft._config.quantization == wanted
 
 
 @pytest.mark.usefixtures("costs_nothing")

@@ -32,7 +32,8 @@ def folder(tmp_path):
 def at(path, **changes):
     """The config of an engine with the model of a path."""
     config = resolve(EngineArgs(**changes))
-    model = msgspec.structs.replace(config.model, path=str(path))
+    is_gguf = Path(path).suffix == ".gguf"
+    model = msgspec.structs.replace(config.model, path=str(path), is_gguf=is_gguf)
     return msgspec.structs.replace(config, model=model)
 
 

@@ -74,6 +74,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     # A folder or GGUF file on disk, or the name of a geometry.
     path: str
+    # Whether it is a GGUF file. Nothing else looks at the file again to find out.
+    is_gguf: bool = False
     # The name that the caller asked for.
     name: str
     architecture: str
@@ -132,6 +134,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         ).eos_token_id
         return cls(
             path=str(path),
+            is_gguf=header is not None,
             name=args.model or "trouper-demo",
             architecture=_whole_model(fields.architectures[0], raw),
             hf_config=config,
@@ -146,11 +149,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             ),
             sampling_source=f"{source.of}, with your overrides" if override else source.of,
         )
-
-    @property
-    def is_gguf(self) -> bool:
-        """Whether the model is a GGUF file, not a folder."""
-        return is_gguf(self.path)
 
     def with_lengths_below(self, max_model_len: int) -> Self:
         """Copy the description with a default of max_tokens that this engine's requests may use.

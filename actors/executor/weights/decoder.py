@@ -51,7 +51,6 @@ from trouper.actors.executor.weights.random import RandomWeights
 from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.actors.executor.weights.stacks import views_of
 from trouper.config.engine_config import EngineConfig
-from trouper.config.gguf.header import is_gguf
 from trouper.config.parallel import Stage
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.kernels.codegen.units import LANES
@@ -198,7 +197,7 @@ def _open_source(
     folder, load_format = Path(config.model.path), config.load_format
     if load_format == "dummy":
         return RandomWeights(config.seed, getattr(torch, config.dtype)), traits
-    if load_format in ("auto", "gguf") and is_gguf(folder):
+    if load_format in ("auto", "gguf") and config.model.is_gguf:
         source = GgufCheckpoint(folder)
         source.check([*_all(traits, has_head=has_head)])
         return source, traits
@@ -208,7 +207,7 @@ def _open_source(
             parameter="load_format",
             value=load_format,
         )
-    scheme = None if is_gguf(folder) else read_scheme(config.model.hf_config)
+    scheme = None if config.model.is_gguf else read_scheme(config.model.hf_config)
     if scheme is not None and NAMES[traits.names].is_transposed:
         rule = "quantised checkpoints of a family that stores matrices as inputs by outputs (GPT-2) are not supported"
         raise UnsupportedFeatureError(f"quantization_config: {rule}", parameter="model")

@@ -34,7 +34,6 @@ from trouper.config.checkpoint.pooler import (
     TokenClassifier,
 )
 from trouper.config.checkpoint.sentence_transformers import Dense, Splade
-from trouper.config.gguf.header import is_gguf
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 from trouper.kernels.cpu.encoder_ops import LayerNorm, TokenEmbedding
 from trouper.kernels.linear import LinearConfig, LinearMethod
@@ -59,12 +58,14 @@ class Tensors:
         load_format: str = "auto",
         seed: int = 0,
         task: TaskTraits | None = None,
+        *,
+        is_gguf: bool = False,
     ) -> None:
         self._task = task
         self._folder = folder
         self._dtype = dtype
         self._dummy = RandomWeights(seed, dtype) if load_format == "dummy" else None
-        opened = GgufEncoder if is_gguf(folder) else Checkpoint
+        opened = GgufEncoder if is_gguf else Checkpoint
         self._checkpoint = None if self._dummy else opened(folder)
         self._shapes = self._checkpoint.shapes if self._checkpoint else {}
         self._prefixes = ("", *prefixes)

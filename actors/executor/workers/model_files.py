@@ -32,7 +32,7 @@ from trouper.config.args import EngineArgs
 from trouper.config.checkpoint.pooler import PoolerSpec
 from trouper.config.checkpoint.recurrent import state_bytes
 from trouper.config.engine_config import EngineConfig
-from trouper.config.gguf.header import SPLIT, is_gguf
+from trouper.config.gguf.header import SPLIT
 from trouper.config.model import ITEM_BYTES, ModelConfig, concrete_dtype
 from trouper.errors import TrouperError, TrouperValidationError, UnsupportedFeatureError, invalid
 
@@ -60,11 +60,12 @@ def judge(path: Path) -> Verdict:
         args = EngineArgs(str(path))
         model = ModelConfig.load(args)
         architecture = model.architecture
-        _check_files(path)
+        if not model.is_gguf:
+            _check_files(path)
         if model.pooler(args.runner, args.convert, None) is not None:
             _check_pooling(model)
             return Verdict(architecture=architecture, task="pooling", code="trouper")
-        if not is_gguf(path):
+        if not model.is_gguf:
             read_scheme(model.hf_config)
         code = "trouper" if has_own_code(model.hf_config, architecture) else "transformers"
         if code == "transformers":
@@ -82,8 +83,6 @@ def judge(path: Path) -> Verdict:
 
 
 def _check_files(path: Path) -> None:
-    if is_gguf(path):
-        return
     if any(path.glob("*.safetensors")):
         missing = [name for name in tensor_files(path) if not (path / name).is_file()]
         if missing:
@@ -160,9 +159,12 @@ def weight_files(config: EngineConfig) -> list[Path]:
     """
     if config.load_format == "dummy":
         return []
-    files = _weights(Path(config.model.path))
-    if config.draft_model is not None:
-        files += _weights(Path(config.draft_model.path))
+    files = [
+        file
+        for model in (config.model, config.draft_model)
+        if model is not None
+        for file in _weights(Path(model.path), is_gguf=model.is_gguf)
+    ]
     for dense in () if config.pooler is None else config.pooler.dense:
         files += _weights(Path(dense.folder))
     if config.code_path is not None:
@@ -200,8 +202,8 @@ def _difference(found: Sequence[FileSample], wanted: Sequence[FileSample]) -> st
     return None
 
 
-def _weights(path: Path) -> list[Path]:
-    if not is_gguf(path):
+def _weights(path: Path, *, is_gguf: bool = False) -> list[Path]:
+    if not is_gguf:
         return [path / name for name in tensor_files(path)]
     split = SPLIT.fullmatch(path.name)
     if split is None:

@@ -294,8 +294,8 @@ class Tokenizer:
 
     def describe(self) -> dict[str, Any]:
         """Return the settings that the model folder has for its tokenizer, with the chat template."""
-        is_file = is_gguf(Path(self.folder))
-        config = None if is_file else read_object(Path(self.folder) / TOKENIZER_CONFIG, "tokenizer")
+        path = Path(self.folder)
+        config = read_object(path / TOKENIZER_CONFIG, "tokenizer") if path.is_dir() else None
         templates: Any = self.chat_templates
         return {
             "tokenizer_class": type(self).__name__,

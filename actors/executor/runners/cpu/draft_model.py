@@ -53,9 +53,7 @@ class DraftModel:
         sampler: Sampler,
         empty: Callable[..., Tensor] = torch.empty,
     ) -> None:
-        is_rounded = model.path.endswith(".gguf") or bool(
-            model.hf_config.get("quantization_config")
-        )
+        is_rounded = model.is_gguf or bool(model.hf_config.get("quantization_config"))
         self._config = msgspec.structs.replace(
             config,
             model=model,

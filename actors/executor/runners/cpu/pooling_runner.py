@@ -374,7 +374,8 @@ class PoolingRunner:
 
         def tensors(dtype: torch.dtype) -> Tensors:
             task = traits.task if isinstance(traits, EncoderTraits) else None
-            return Tensors(folder, prefixes, dtype, config.load_format, config.seed, task)
+            options = config.load_format, config.seed, task
+            return Tensors(folder, prefixes, dtype, *options, is_gguf=config.model.is_gguf)
 
         # Heads are small, so they compute in float32 whatever the model's dtype.
         wide = tensors(torch.float32)
