@@ -457,6 +457,18 @@ def test_deadline_allows_for_sequences_in_front():
     assert [sought.deadline_s for sought in world.tier._sought] == [6.0, 12.0, 12.0]
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_clear_waits_until_the_folder_is_open(is_lost):
+    """The thread may read all weights before it knows its folder, also after a loss of the device."""
+    world = World(1, dict(run_one(PROMPT).files))
+    world.policy.clear_tier()
+    if is_lost:
+        world.turn()
+        world.lose(keeps_memory=False)
+    settle(world)
+    assert not world.files
+
+
 def test_queue_of_stores_has_a_bound():
     tier = Tier(KVBlocks(4, SIZE, True))
     for number in range(MAX_QUEUED + 5):

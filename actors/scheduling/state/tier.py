@@ -102,8 +102,8 @@ class Tier:
         self._touches: set[int] = set()
         # A cancel or clear, not sent yet.
         self._pending: TierOrder | None = None
-        # The number of the one sent last.  Nothing is ordered before its answer.
-        self._barrier: int | None = None
+        # The one sent last.  Nothing is ordered before its answer.
+        self._barrier: TierOrder | None = None
         # Sequences that wait no longer, until `take_free`.
         self._free: list[Sequence] = []
         self._number = 0
@@ -255,7 +255,7 @@ class Tier:
         self.num_bytes, self.num_files = answer.num_bytes, answer.num_files
         self.refused.update(dict(answer.refused))
         self._touches.discard(answer.number)
-        if answer.number == self._barrier:
+        if self._barrier is not None and answer.number == self._barrier.number:
             self._barrier = None
         stored = self._stores.pop(answer.number, None)
         if stored is not None:
@@ -471,9 +471,9 @@ class Tier:
     def take_cancel(self) -> list[TierOrder]:
         """Return the order that must reach the device before any later plan, if there is one."""
         pending = self._pending
-        if pending is None or self._barrier is not None:
+        if pending is None or self._barrier is not None or not self.is_open:
             return []
-        self._pending, self._barrier = None, pending.number
+        self._pending, self._barrier = None, pending
         return [pending]
 
     def cancel(self) -> bool:
@@ -489,17 +489,22 @@ class Tier:
         return True
 
     def clear(self) -> None:
-        """Remove all files of this model."""
+        """Remove all files of this model, as soon as the device has found out which they are."""
         self._drop()
         self._queue.clear()
         self._known.clear()
-        if self.is_open:
-            self._pending = self._order("clear")
+        self._pending = self._order("clear")
 
     def lose(self) -> None:
-        """Note that the device is lost, and with it all orders.  It reports its files again when it is back."""
+        """Note that the device is lost, and with it all orders.  It reports its files again when it is back.
+
+        An order to clear without an answer is given again then.
+        """
         self._drop()
-        self._pending = self._barrier = None
+        orders = self._pending, self._barrier
+        must_clear = any(order is not None and order.kind == "clear" for order in orders)
+        self._pending = self._order("clear") if must_clear else None
+        self._barrier = None
         self._touches.clear()
         self._known.clear()
         self.is_open = False
