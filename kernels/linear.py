@@ -79,6 +79,10 @@ class LinearMethod(Protocol):
         """
         ...
 
+    def apply_into(self, x_TI: Tensor, y_TO: Tensor) -> None:
+        """Write x Wᵀ + b to y.  Implementations may do so without another tensor."""
+        y_TO.copy_(self.apply(x_TI))
+
     def apply_act(self, x_TI: Tensor, act: str) -> Tensor:
         """Return act(x Wᵀ + b).
 

@@ -18,6 +18,8 @@ from trouper.actors.executor.media.slices import (
 )
 from trouper.actors.executor.media.tower_functions import TowerFunctions
 from trouper.actors.messages.media import MediaItem
+from trouper.kernels.linear import LinearConfig
+from trouper.kernels.select import make_linear
 
 
 class Tower:
@@ -161,7 +163,9 @@ def test_layers_compute_each_tile_alone():
 
 def test_products_pause_between_groups_of_rows():
     slices, plain, x = Slices(), nn.Linear(8, 16), torch.randn(5, 3, 8)
-    linear = SlicedLinear(plain, slices)
+    method = make_linear(plain.weight.data, None, LinearConfig())
+    method.bias = plain.bias.data
+    linear = SlicedLinear(method, plain.weight, slices)
     linear._num_rows = 4
     work = slices.begin(lambda: linear(x))
     num_slices = 1
@@ -203,6 +207,17 @@ def test_towers_attend_by_kernels_where_possible(case, monkeypatch):
         found = F.scaled_dot_product_attention(*parts, **options)
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
     assert bool(served) == (is_served and tower_functions.is_native(torch.float32, 16))
+
+
+@pytest.mark.parametrize(("width", "has_bias"), [(32, True), (32, False), (24, True)])
+def test_towers_norm_layers_by_kernels(width, has_bias):
+    torch.manual_seed(0)
+    norm, x = nn.LayerNorm(width, eps=1e-3, bias=has_bias), torch.randn(2, width, 5).mT
+    norm.weight.data.normal_()
+    with torch.inference_mode(), TowerFunctions():
+        found, empty = norm(x), norm(x[:0])
+    torch.testing.assert_close(found, F.layer_norm(x, (width,), norm.weight, norm.bias, 1e-3))
+    assert empty.shape == (0, 5, width)
 
 
 def test_towers_attend_over_other_keys_by_torch():

@@ -12,10 +12,13 @@ Laws.
 import threading
 import time
 from collections.abc import Callable
+from math import prod
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+
+from trouper.kernels.linear import LinearMethod
 
 # Multiplications and additions between two points at which a product may stop: 11 ms at the 380 GFLOP/s of two cores.
 PIECE_OPERATIONS = 4 * 2**30
@@ -122,23 +125,26 @@ class SlicedWork:
 
 
 class SlicedLinear(nn.Module):
-    """A linear layer that pauses before it computes, and between groups of rows."""
+    """A linear layer that pauses before it computes, and between groups of rows.
 
-    def __init__(self, linear: nn.Module, slices: Slices) -> None:
+    Args:
+        method: computes products, with a bias if there is one.
+        weight: is shown to code that asks a layer for its weight.
+    """
+
+    def __init__(self, method: LinearMethod, weight: Tensor, slices: Slices) -> None:
         super().__init__()
-        self.linear = linear
-        self._slices = slices
-        self.weight, self.bias = linear.weight, linear.bias
-        shape = cast("Tensor", linear.weight).shape
-        self.out_features, self.in_features = shape
-        self._num_rows = max(1, PIECE_OPERATIONS // (2 * max(1, shape.numel())))
+        self.weight, self.bias = weight, method.bias
+        self.out_features, self.in_features = method.shape
+        self._method, self._slices = method, slices
+        self._num_rows = max(1, PIECE_OPERATIONS // (2 * max(1, prod(method.shape))))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x Wᵀ + b for rows x of any leading dimensions."""
         self._slices.pause()
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
         if len(rows) <= self._num_rows:
-            return self.linear(x)
+            return self._method.apply(rows).view(*x.shape[:-1], self.out_features)
         y = x.new_empty((len(rows), self.out_features))
         num_pieces = -(-len(rows) // self._num_rows)
         # Pieces of one size, since a product of few rows is slower for each of them.
@@ -146,7 +152,7 @@ class SlicedLinear(nn.Module):
         for begin in range(0, len(rows), size):
             if begin:
                 self._slices.pause()
-            y[begin : begin + size] = self.linear(rows[begin : begin + size])
+            self._method.apply_into(rows[begin : begin + size], y[begin : begin + size])
         return y.view(*x.shape[:-1], self.out_features)
 
 

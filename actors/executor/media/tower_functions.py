@@ -1,11 +1,12 @@
-"""Compute the attention and the GELU of a vision or audio tower by this engine's kernels.
+"""Compute the attention, the GELU and the layer norms of a vision or audio tower by this engine's kernels.
 
-The tower itself is code of transformers, which calls torch's functions.  These two take a third of its time, and the kernels
-are two to four times as fast in bfloat16.  A call that the kernels cannot serve goes to torch.
+The code of a tower calls torch's functions.  These take a third of its time, and the kernels are two to four times as fast in
+bfloat16.  A call that the kernels cannot serve goes to torch.
 
 Law: whether a kernel serves a call depends on the shapes and the mask of an item only, so an item has the same rows in every step.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,11 +16,11 @@ from torch.overrides import TorchFunctionMode
 
 from trouper.kernels.codegen.units import LANES
 from trouper.kernels.cpu.attention.varlen import attend_both_ways, is_native
-from trouper.kernels.cpu.encoder_ops import gelu
+from trouper.kernels.cpu.encoder_ops import LayerNorm, gelu
 
 
 class TowerFunctions(TorchFunctionMode):
-    """While it is entered, the calling thread's attention and GELU are computed by kernels."""
+    """While it is entered, the calling thread's attention, GELU and layer norms are computed by kernels."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -30,11 +31,28 @@ class TowerFunctions(TorchFunctionMode):
             return func(*args, **kwargs) if found is None else found
         if func is F.gelu:
             return _gelu(*args, **kwargs)
+        if func is F.layer_norm:
+            found = _normed(*args, **kwargs)
+            return func(*args, **kwargs) if found is None else found
         return func(*args, **kwargs)
 
 
 def _gelu(input: Tensor, approximate: str = "none") -> Tensor:
     return gelu(input, has_tanh=approximate == "tanh")
+
+
+def _normed(
+    input: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor | None:
+    """Compute torch's `layer_norm` of the last dimension, or return None if the kernel does not serve this call."""
+    if weight is None or len(normalized_shape) != 1 or input.dtype != weight.dtype:
+        return None
+    rows = input.reshape(-1, input.shape[-1]).contiguous()
+    return LayerNorm(weight, bias, eps)(rows).view(input.shape) if len(rows) else None
 
 
 def _attended(

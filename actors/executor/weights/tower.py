@@ -61,9 +61,8 @@ def load_tower(config: EngineConfig, media: MediaConfig) -> MediaTower:
         exchange(layers, config, dtype)
     for parent, name, _, _ in layers:
         linear = cast("HfLinear", getattr(parent, name))
-        linear.row_counts = None
         tower.num_packed_bytes += linear.method.num_bytes
-        setattr(parent, name, SlicedLinear(linear, slices))
+        setattr(parent, name, SlicedLinear(linear.method, linear.weight, slices))
     slice_layers(model, slices)
     if own is not None:
         with torch.inference_mode():

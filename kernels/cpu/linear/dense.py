@@ -65,6 +65,9 @@ class DenseLinear(LinearMethod):
     def apply(self, x_TI: Tensor) -> Tensor:
         return self._product(x_TI, "none", x_TI.new_empty((len(x_TI), self.shape[0])))
 
+    def apply_into(self, x_TI: Tensor, y_TO: Tensor) -> None:
+        self._product(x_TI, "none", y_TO)
+
     def apply_act(self, x_TI: Tensor, act: str) -> Tensor:
         if act != "gelu":
             return super().apply_act(x_TI, act)
