@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trouper import LLM, SamplingParams
 from trouper.actors.executor.models.families.registry import decoder_traits
+from trouper.actors.executor.models.mlp import SparseMlp
 from trouper.actors.executor.models.parameters import (
     Cut,
     Parameter,
@@ -582,6 +583,41 @@ def test_experts_of_file_equal_those_of_their_dequantised_weights(tmp_path, arch
     driver = Driver(CpuRunner(engine_config(path)), chunk=13)
     prompts = random_prompts((7, 40), VOCAB)
     check_against(model, driver.run(prompts, 16, Sampling(temperature=0.0, logprobs=-1)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["qwen3moe", "qwen35moe", "lfm2moe"])
+def test_bfloat16_differs_by_the_choice_of_experts(tmp_path, arch, monkeypatch):
+    """With the router's logits of float32, a quantized file has almost the same logprobs in bfloat16.
+
+    Without them, other experts are chosen at near ties.
+    """
+    name, changes, numbers = (MIXED | MODELS)[arch]
+    model = tiny_model(name, {"num_hidden_layers": 4, "rms_norm_eps": 1e-6, **changes}, tmp_path)
+    path = converted(model, tmp_path / "m.gguf", arch, numbers, gguf.GGMLQuantizationType.Q8_0)
+    routes, passes = [], []
+
+    def forward(mlp, x_TE, ops):
+        shared_TE = None if mlp._shared is None else mlp._shared.forward(x_TE, ops)
+        logits_TX = mlp._router.apply(x_TE)
+        # The memory of the logits is used again.
+        passes.append(logits_TX.clone())
+        if routes:
+            logits_TX = routes[len(passes) - 1].to(logits_TX.dtype)
+        return mlp._experts.forward(x_TE, logits_TX, shared_TE, ops.act_and_mul)
+
+    monkeypatch.setattr(SparseMlp, "forward", forward)
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        config = engine_config(path, dtype=dtype, enforce_eager=True)
+        sampling = Sampling(temperature=0.0, logprobs=-1)
+        driver = Driver(CpuRunner(config), chunk=13)
+        sequences = driver.run(random_prompts((7, 40), VOCAB), 1, sampling)
+        firsts = [sequence.logprobs[0] for sequence in sequences]
+        found.append([np.array(f.logprobs)[np.argsort(f.token_ids)] for f in firsts])
+        routes, passes = passes, []
+    for exact, rounded in zip(*found, strict=True):
+        assert np.corrcoef(exact, rounded)[0, 1] > 0.999
 
 
 def test_another_number_of_experts_than_tensors_have_is_refused(tmp_path):

@@ -85,6 +85,6 @@ def test_snapshot_under_an_earlier_name_is_found(monkeypatch):
     assert is_found()
 
 
-def test_row_of_a_snapshot_that_is_not_given_back_is_found(monkeypatch):
+def test_row_that_is_not_given_back_is_found(monkeypatch):
     monkeypatch.setattr(StateSnapshots, "leave", lambda self, sequence: None)
     assert is_found()
