@@ -136,7 +136,6 @@ class Call:
 
     async def _send(self, message):
         await self._may_send.wait()
-        await anyio.lowlevel.checkpoint()
         if message["type"] == "http.response.start":
             assert not self.answer.status, "two answers"
             self.answer.status = message["status"]

@@ -46,6 +46,12 @@ class SimulatedFile:
         self.data, self.kept, self.since = bytearray(), b"", []
         self.has_failed = False
 
+    def copied(self):
+        found = SimulatedFile()
+        found.data, found.kept, found.since = self.data[:], self.kept, self.since[:]
+        found.has_failed = self.has_failed
+        return found
+
     def reach_platter(self):
         kept = bytearray(self.kept)
         for place, piece in self.since:

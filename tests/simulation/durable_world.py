@@ -201,8 +201,16 @@ class KillableDisk(SimulatedDisk):
         self._last_write = None
 
     def _note_call(self, write: tuple[str, int] | None = None) -> None:
-        self._before.append(copy.deepcopy((self.files, self.graves, self.unlinked)))
+        self._before.append(self._contents())
         self._last_write = write
+
+    def _contents(self) -> Any:
+        """Copy everything that a later call may change."""
+        files, unlinked = (
+            {name: file.copied() for name, file in each.items()}
+            for each in (self.files, self.unlinked)
+        )
+        return files, self.graves[:], unlinked
 
     def create(self, name: str) -> str:
         self._note_call()
@@ -237,7 +245,7 @@ class KillableDisk(SimulatedDisk):
 
     def kill(self) -> None:
         """Save the disk for the next life, so that later calls change nothing there."""
-        now = copy.deepcopy((self.files, self.graves, self.unlinked))
+        now = self._contents()
         self._left = self._dice.choice([*self._before, now, now])
         if self._left is now and self._last_write is not None:
             name, length = self._last_write
@@ -316,10 +324,13 @@ class DurableWorld(TracedRun):
         async def run_sync(
             function: Callable[..., Any], *args: Any, limiter: Any = None, **_: Any
         ) -> Any:
-            async with limiter or anyio.CapacityLimiter(1):
-                result = await self._threads.run(function, *args)
-                self.disk.note_done()
-                return result
+            if limiter is None:
+                result = await self._threads.run_at_once(function, *args)
+            else:
+                async with limiter:
+                    result = await self._threads.run_at_once(function, *args)
+            self.disk.note_done()
+            return result
 
         with ExitStack() as patches:
             for module in (

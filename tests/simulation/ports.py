@@ -65,16 +65,20 @@ class SimThreads:
     async def run(self, function: Callable[..., Any], *args: Any) -> Any:
         await trio.lowlevel.checkpoint_if_cancelled()
         async with self._limiter:
-            with anyio.CancelScope(shield=True):
-                self.num_begun += 1
-                before = self._delay_s * self._dice.random()
-                after = (self._delay_s - before) * self._dice.random()
-                try:
-                    await anyio.sleep(before)
-                    result = function(*args)
-                    await anyio.sleep(after)
-                finally:
-                    self.num_ended += 1
+            return await self.run_at_once(function, *args)
+
+    async def run_at_once(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run a call for which the caller has a thread."""
+        with anyio.CancelScope(shield=True):
+            self.num_begun += 1
+            before = self._delay_s * self._dice.random()
+            after = (self._delay_s - before) * self._dice.random()
+            try:
+                await anyio.sleep(before)
+                result = function(*args)
+                await anyio.sleep(after)
+            finally:
+                self.num_ended += 1
         return result
 
 
