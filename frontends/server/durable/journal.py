@@ -35,7 +35,7 @@ SyncPolicy = Literal["off", "group", "step"]
 GROUP_S = 0.1
 # A record that takes longer does not hold up its answer: the disk stalls.
 STALL_S = 0.25
-# A request whose record takes longer is refused.
+# If the record of a request takes longer, the request is refused.
 ADMIT_S = 10.0
 # Seconds between two attempts to write after a failure.
 RETRY_S = 10.0
@@ -176,7 +176,7 @@ class Journal:
         return self._segments.streams.get(id)
 
     def put(self, record: Record, stream: DurableStream) -> None:
-        """Hand in a record of a stream, whose next events are shown once it is written.
+        """Hand in a record of a stream.  The next events of the stream are shown once it is written.
 
         They are shown after a quarter of a second at the latest: a stalled disk delays durability, not tokens.
         """
@@ -298,7 +298,7 @@ class Journal:
         num_before = 0
         while num_before < len(self._pending.records) < MAX_IN_FRAME:
             num_before = len(self._pending.records)
-            # Tasks of the same turn run in any order, so a whole turn lies between two of them.
+            # Tasks of the same turn run in any order, so two looks are a whole turn apart.
             for _ in range(2):
                 await anyio.lowlevel.checkpoint()
 

@@ -83,7 +83,7 @@ class TokenKeeper:
     Args:
         id: of the stream in the journal.
         record: what an earlier process has kept.
-        stream: shows the events of tokens that are written.  Without one, `keep` waits until they are.
+        stream: shows the events of written tokens.  Without one, `keep` waits for the write.
 
     The scores of a prompt are not kept, so an answer that shows them is generated again from its beginning: with the same seed, the
     tokens are the same.
@@ -105,7 +105,7 @@ class TokenKeeper:
         self._has_all_texts = record is None
         self._n = parsed.params.n
         self._splitters: dict[int, TokenSplitter] = {}
-        # The tokens so far, by choice, and the choices that have ended.
+        # The tokens so far, by choice, and the finished choices.
         self._ids: dict[int, list[int]] = {}
         self._ended: set[int] = set()
         # What the first process has found in its cache, by prompt.
@@ -127,7 +127,7 @@ class TokenKeeper:
         return len(self._ended) == self._parsed.num_choices
 
     def open_choices(self) -> Mapping[int, tuple[int, ...]]:
-        """Return the choices that have not ended, with the tokens that are known."""
+        """Return the unfinished choices with their known tokens."""
         choices = range(self._parsed.num_choices)
         return {c: tuple(self._ids.get(c, ())) for c in choices if c not in self._ended}
 

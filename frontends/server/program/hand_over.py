@@ -7,7 +7,7 @@ until its model is ready.  Then the server stops accepting and closes its journa
 
 Laws.  Only a process of the same user gets an answer.  Until it has sent `Left`, whatever happens to the successor, the server accepts again
 and goes on; then it only finishes what it has begun.  The successor accepts when it has received `Left`, or when the server has ended.  A server
-that goes on says so before it closes the connection, so a connection closed without a refusal is the end of the server.  A successor that waits
+that goes on sends a refusal before it closes the connection, so a connection closed without one is the end of the server.  A successor that waits
 no longer closes the connection first, so that `Left` cannot be sent any more: also if either is stopped at any moment, exactly one of them
 goes on.
 """
@@ -209,7 +209,7 @@ class HandOver:
     """The running server's side.
 
     Args:
-        listeners: whose files are left to the successor.
+        listeners: the successor gets their files.
         offered: the socket at which successors ask.  It is passed, too.
     """
 
@@ -477,12 +477,12 @@ def _decode(data: bytes) -> Message:
 
 
 def _receive_last(link: socket.socket, data: bytes = b"") -> Message | None:
-    """Return the last one of some answers: a refusal may have followed an answer that was not read for long.
+    """Return the last of the received answers: a refusal may follow an unread answer.
 
     Returns None if the connection ends before a whole answer.
 
     Args:
-        data: the bytes of the answer that were received before.
+        data: earlier bytes of the answer.
 
     Raises:
         TrouperValidationError: something else came.
