@@ -439,6 +439,23 @@ def test_folder_stays_within_its_bound(tmp_path, expected):
     assert os.stat(folder).st_mode & 0o777 == 0o700
 
 
+def test_drafts_behind_a_fetched_prefix_are_right(tmp_path):
+    """The draft model is the model itself, so each draft is right as long as it reads the same keys."""
+    speculation = {"model": "tiny", "num_speculative_tokens": 3}
+    sampling = SamplingParams(temperature=1, seed=5, max_tokens=64, ignore_eos=True)
+    for num_cached in (0, 3 * 144):
+        with an_llm(tmp_path / "t", speculative_config=speculation, disable_log_stats=False) as llm:
+            given = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+            results = llm.generate(given, sampling, use_tqdm=False)
+            assert sum(result.num_cached_tokens for result in results) == num_cached
+            counts = {each.name.split(":")[-1]: each for each in llm.get_metrics()}
+            drafted, accepted = (
+                counts[f"spec_decode_num_{kind}_tokens"].value for kind in ("draft", "accepted")
+            )
+            assert drafted == accepted > 0
+            wait_for_files(tmp_path / "t", 27)
+
+
 def test_salts_and_scopes_keep_files_apart(copied):
     with an_llm(copied) as llm:
         salted = [{"prompt_token_ids": PROMPTS[0], "cache_salt": "mine"}]

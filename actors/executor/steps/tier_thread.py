@@ -62,16 +62,17 @@ OPEN, LOOK = TierOrder(0, "clear"), TierOrder(0, "touch")
 
 
 class Pages:
-    """The blocks of a KV cache as bytes: of each group, layer, keys or values, and head, the values of all tokens."""
+    """The blocks of KV caches as bytes: of each group, layer, keys or values, and head, the values of all tokens."""
 
-    def __init__(self, kv: KVCache, block_size: int) -> None:
+    def __init__(self, caches: Sequence[KVCache], block_size: int) -> None:
         self._size = block_size
+        groups = [group for cache in caches for group in cache.groups]
         kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-        self._groups = [group.view(kinds[group.itemsize]).numpy() for group in kv.groups]
+        self._groups = [group.view(kinds[group.itemsize]).numpy() for group in groups]
         self._shapes = [(*g.shape[:3], block_size, g.shape[4]) for g in self._groups]
         # Of each group: its parts, the keys or values of one head and layer, and the values of a part.
         parts = [(int(np.prod(shape[:3])), shape[3] * shape[4]) for shape in self._shapes]
-        is_bf16 = all(group.dtype == torch.bfloat16 for group in kv.groups)
+        is_bf16 = all(group.dtype == torch.bfloat16 for group in groups)
         can_shrink = is_bf16 and all(can_pack(length) for _, length in parts)
         is_small = 0 < sum(count for count, _ in parts) < MAX_PARTS
         # None for other numbers and for short blocks, stored unchanged.
@@ -190,13 +191,18 @@ class TierThread:
             self._changed.notify()
         self._is_known.wait(OPEN_S)
 
-    def attach(self, kv: KVCache, block_size: int, states: StatePool | None = None) -> None:
+    def attach(
+        self, caches: Sequence[KVCache], block_size: int, states: StatePool | None = None
+    ) -> None:
         """Use this memory from now on.
+
+        Args:
+            caches: with the same block numbers: the model's and the draft model's.
 
         Raises:
             TrouperValidationError: a block or a state is larger than the bound of the folder.
         """
-        pages, rows = Pages(kv, block_size), StateRows(states)
+        pages, rows = Pages(caches, block_size), StateRows(states)
         for label, memory in (("block", pages), ("state", rows)):
             if memory.num_bytes + HEAD_BYTES > self._config.max_bytes:
                 rule = f"has no room for one {label} of {memory.num_bytes} bytes"

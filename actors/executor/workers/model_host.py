@@ -198,8 +198,8 @@ class ModelHost:
         if isinstance(runner, StageRunner):
             runner = runner.runner
         assert isinstance(runner, CpuRunner), "the options of a tier are checked before"
-        if (kv := runner.kv_cache) is not None:
-            self._tier.attach(kv, self._config.block_size, runner.states)
+        if caches := runner.kv_caches:
+            self._tier.attach(caches, self._config.block_size, runner.states)
 
     def order_tier(self, order: TierOrder) -> None:
         """Queue an order for the tier, behind the plans that have run."""

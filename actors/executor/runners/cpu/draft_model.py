@@ -79,6 +79,11 @@ class DraftModel:
         return self._model.cache_specs
 
     @property
+    def kv_cache(self) -> KVCache:
+        """Return the draft model's own KV cache, which must be in memory."""
+        return self._model.resident()[1]
+
+    @property
     def num_weight_bytes(self) -> int:
         """Return the bytes that the weights take in memory, 0 while they are not loaded."""
         decoder = self._model.decoder

@@ -239,9 +239,15 @@ class CpuRunner:
         self.model.load_adapter(slot, files)
 
     @property
-    def kv_cache(self) -> KVCache | None:
-        """The KV cache, for the tier on disk. Returns None while it is not in memory."""
-        return self.model.resident()[1] if self.model.is_resident else None
+    def kv_caches(self) -> list[KVCache]:
+        """The KV cache and the draft model's, for the tier on disk. Empty while they are not in memory.
+
+        Without the draft model's keys, no draft behind a fetched prefix would be right.
+        """
+        if not self.model.is_resident:
+            return []
+        draft = [] if self._draft_model is None else [self._draft_model.kv_cache]
+        return [self.model.resident()[1], *draft]
 
     @property
     def is_tiny(self) -> bool:
