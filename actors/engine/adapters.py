@@ -1,7 +1,7 @@
 """The adapters of an engine: their slots on the device, and the requests that use them.
 
 Laws:
-1. A slot is free or contains one adapter, which is named by the digest of its files: the number of a load means nothing after a restart.
+1. A slot is free or contains one adapter, named by the digest of its files: the number of a load means nothing after a restart.
 2. A request takes its adapter's slot when it is opened, and keeps it until it has ended, read or not.  Until then the slot is not
    loaded again.  By the time it is, the scheduler has ended the sequences of the request, so no plan with a wanted result reads it.
 3. An unloaded adapter takes no new requests, and its slot is freed when its last request ends.
@@ -174,7 +174,7 @@ class Adapters:
 
         Args:
             check: raises what ends the waiting, such as the engine's end, at which all requests are over.
-            loads_new: False loads only a named one that was loaded before.
+            loads_new: False loads only a named one loaded before.
 
         Raises:
             AdaptersInUseError: all are pinned, so none would go.

@@ -144,7 +144,7 @@ class Generation(Generic[Output]):
         return None if output is None else self._checked(output)
 
     def take_nowait(self) -> Output | None:
-        """Take the output that is due now, or None; for a loop that steps the engine by hand.
+        """Take the output due now, or None; for a loop that steps the engine by hand.
 
         A failure of this request comes as an output with `finish_reason="error"`.
         """

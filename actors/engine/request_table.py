@@ -55,7 +55,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     state: EngineState
     requests: tuple[RequestSnapshot, ...]  # in the order of their opening
-    inboxes: dict[str, int]  # messages that lie in each channel
+    inboxes: dict[str, int]  # messages in each channel
     renderers: tuple[RendererSnapshot, ...]  # the first one is that of large prompts
     scheduler: SchedulerSnapshot
     executors: tuple[ExecutorSnapshot, ...]  # of each replica
@@ -230,7 +230,7 @@ class RequestTable:
 
         Args:
             waits: wait for a request to end if all adapters are in use.
-            loads_new: False loads only one that was loaded before and lost its slot.
+            loads_new: False loads only one loaded before, after it lost its slot.
         """
         self._check_open()
         if waits:

@@ -200,7 +200,7 @@ def is_memory_sound(
 
     Args:
         statuses: of all workers of the device, as in `subprocess`.
-        is_broken: whether a worker ended itself with an error, or sent something that is no answer.
+        is_broken: whether a worker ended itself with an error, or sent something else than an answer.
     """
     is_wild = any(status is not None and -status in WILD_SIGNALS for status in statuses)
     return not (is_wild or was_out_of_memory or is_broken)

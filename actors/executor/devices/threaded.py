@@ -115,7 +115,7 @@ class DeviceTask(Generic[Result]):
         self._announce()
 
     def result(self) -> Result:
-        """Return the result of a task that is done.
+        """Return the result of a finished task.
 
         Raises:
             BaseException: the error that the work raised.
@@ -143,7 +143,7 @@ class ThreadedDevice:
         self._ready: deque[GrammarReady | TierAnswer] = deque()
         self._grammars = GrammarThread(self._note_ready)
         self._held: dict[bytes, Grammar] = {}  # by key
-        # Tells the event loop that a step is done or `_ready` has grown.
+        # Tell the event loop that a step is done or `_ready` has grown.
         self._news = WakeupPipe()
         self._loop: EventLoop | None = None
         self._thread: threading.Thread | None = None

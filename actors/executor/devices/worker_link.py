@@ -72,7 +72,7 @@ class WorkerLink:
     async def end(self, grace_s: float) -> Exit:
         """Wait up to `grace_s` seconds for the worker to exit, then kill it.
 
-        Returns how it ended, once the process is gone. Frames that were not taken are dropped.
+        Returns how it ended, once the process is gone. Frames not taken are dropped.
         """
         ended = await self._peer.end(grace_s)
         self._frames.close()

@@ -42,7 +42,7 @@ class MediaEncoder:
         self._tower: MediaTower | None = None
         self._rows = OrderedDict[bytes, Tensor]()
         self._num_bytes = 0
-        # The key of the item that is encoded in slices.
+        # The key of the item encoded in slices.
         self._begun: tuple[bytes, SlicedWork] | None = None
 
     @property
@@ -74,7 +74,7 @@ class MediaEncoder:
     def advance(self, wholes: Sequence["WholeItem"], seconds: float) -> int:
         """Encode items in their order for about this time, and return how many of them are ready to be read.
 
-        An item that was begun for another sequence is finished first.  At least one slice is computed unless all are ready.
+        An item begun for another sequence is finished first.  At least one slice is computed unless all are ready.
         """
         deadline = time.monotonic() + seconds
         for i, whole in enumerate(wholes):
@@ -120,7 +120,7 @@ class MediaEncoder:
         return self._begun
 
     def _go_on(self, seconds: float) -> None:
-        """Continue the item that was begun, and keep its rows if this was the end of it."""
+        """Continue the begun item, and keep its rows if this was the end of it."""
         assert self._begun is not None
         key, work = self._begun
         if work.advance(seconds):

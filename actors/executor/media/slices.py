@@ -25,7 +25,7 @@ PIECE_OPERATIONS = 4 * 2**30
 
 
 class AbandonedError(BaseException):
-    """Raised at a pause, in the thread of a result that is no longer needed."""
+    """Raised at a pause, in the thread of a result no longer needed."""
 
 
 class Slices:
