@@ -389,7 +389,11 @@ class Tier:
         return found[0] if found else -1
 
     def _hold_state(self, name: bytes) -> int | None:
-        """Hold the row of the state behind a block.  Returns -1 if it is gone, or its block is not stored, and None during another one."""
+        """Hold the row of the state behind a block, to store it.
+
+        Returns:
+            -1 if the state is gone, or its block is not on the disk; None while another state is being stored.
+        """
         under_way = {stored for _, stored, _ in self._stores.values()}
         if any(map(is_state, under_way)):
             return None
