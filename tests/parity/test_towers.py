@@ -11,8 +11,12 @@ import transformers
 
 from tests.support.vision import VisionModel, _parts
 from trouper.actors.executor.media.projectors import best_shape
-from trouper.actors.executor.media.vision import VisionTower, own_tower
+from trouper.actors.executor.media.slices import Slices
+from trouper.actors.executor.media.tower import MediaTower
+from trouper.actors.executor.media.vision import KINDS, VisionTower, own_tower, side_of
+from trouper.actors.executor.weights import tower as tower_module
 from trouper.actors.executor.weights.tower import _filled
+from trouper.config.media import FAMILIES
 from trouper.errors import TrouperValidationError
 
 torch.manual_seed(0)
@@ -72,12 +76,22 @@ def library_model(kind: str, changes: dict[str, Any]) -> Any:
     return model
 
 
+def few_fields(config: Any) -> dict[str, Any]:
+    """Return the fields that differ from the library's defaults, as in old files, and two without which the library computes."""
+    fields, kept = config.to_dict(), ("model_type", "image_size", "image_grid_pinpoints")
+    for part, found in ((fields, config), (fields["vision_config"], config.vision_config)):
+        for name, value in type(found).default_config_fields().items():
+            if name not in kept and part.get(name) == value:
+                del part[name]
+    return fields
+
+
 def filled(model: Any, folder: Any) -> VisionTower:
     """Save a model, and read its tower as an engine does."""
     model.save_pretrained(folder)
     given: Any = SimpleNamespace(load_format="auto", model=SimpleNamespace(path=str(folder)))
     with torch.device("meta"):
-        own = own_tower(model.config.to_dict(), 64)
+        own = own_tower(few_fields(model.config), 64)
     assert own is not None
     return _filled(own, given, torch.float32)
 
@@ -89,9 +103,71 @@ def test_rows_are_those_of_the_library(case, tmp_path):
     with torch.no_grad():
         found = model.model.get_image_features(**arrays).pooler_output
         wanted = torch.cat([part.reshape(-1, 64) for part in found])
-        mine = filled(model, tmp_path)(**arrays)
+        own = filled(model, tmp_path)
+        mine = own(**arrays)
+        is_pixtral = model.config.vision_config.model_type == "pixtral"
+        family = FAMILIES["mistral3" if is_pixtral else model.config.model_type]
+        media: Any = SimpleNamespace(modality="image", family=family)
+        # The trial at start needs fields of the configuration, too.
+        MediaTower(own, media, torch.float32, 64, Slices()).check()
     assert mine.shape == wanted.shape
     assert (mine - wanted).abs().max() < 2e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_defaults_are_those_of_the_library(kind):
+    name = kind if kind.endswith("_model") or kind == "pixtral" else f"{kind}_vision"
+    theirs = transformers.CONFIG_MAPPING[name]()
+    for field, value in KINDS[kind].defaults.items():
+        wanted = getattr(theirs, field)
+        if field == "head_dim":
+            assert (value, wanted) == (None, theirs.hidden_size // theirs.num_attention_heads)
+        else:
+            assert (side_of(wanted) if field.endswith("_size") else wanted) == value
+
+
+def test_fields_of_other_towers_have_no_effect(tmp_path):
+    extra = {"attention_bias": False, "use_mean_pooling": True, "norm_type": "rms_norm"}
+    model = library_model("paligemma", {"vision_config": extra})
+    with torch.no_grad():
+        wanted = model.model.get_image_features(**SQUARE).pooler_output.reshape(-1, 64)
+        mine = filled(model, tmp_path)(**SQUARE)
+    assert (mine - wanted).abs().max() < 2e-5 * wanted.abs().max()
+
+
+def test_rotation_has_the_base_beside_its_parameters():
+    fields = _parts("pixtral")[0].to_dict()
+    fields["vision_config"] |= {"rope_parameters": {"rope_type": "axial"}, "rope_theta": 500.0}
+    with torch.device("meta"):
+        own = own_tower(fields, 64)
+    assert own is not None
+    assert own._rotary._theta == 500.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "problem"),
+    [
+        ("llava", {"vision_feature_layer": -4}, "vision_feature_layer is -4, for a tower of 2"),
+        ("llava", {"vision_feature_layer": []}, r"vision_feature_layer is \[\]"),
+        ("llava", {"vision_feature_select_strategy": "patch"}, "vision_feature_select_strategy"),
+        ("internvl", {"vision_config": {"image_size": [28, 56]}}, "height and width of"),
+        ("gemma3", {"vision_config": {"num_attention_heads": 0}}, "ZeroDivisionError"),
+        ("smolvlm", {"scale_factor": None}, "TypeError"),
+    ],
+)
+def test_configurations_of_no_tower_are_refused(kind, changes, problem):
+    config = _parts(kind)[0]
+    fields = config.to_dict()
+    for name, value in changes.items():
+        fields[name] = {**fields[name], **value} if isinstance(value, dict) else value
+    architecture = transformers.AutoModelForImageTextToText._model_mapping[type(config)].__name__
+    described = SimpleNamespace(
+        source_config=fields, architecture=architecture, hidden_size=64, path="folder"
+    )
+    given: Any = SimpleNamespace(model=described, dtype="float32", load_format="auto")
+    media: Any = SimpleNamespace(folder="folder")
+    with pytest.raises(TrouperValidationError, match=f"does not describe a tower.*{problem}"):
+        tower_module.load_tower(given, media)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +175,9 @@ def test_rows_are_those_of_the_library(case, tmp_path):
     [
         ("llava", {"vision_config": {"model_type": "dinov2"}}),
         ("llava", {"vision_config": {"hidden_act": "gelu_new"}}),
+        ("llava", {"vision_feature_select_strategy": "patch"}),
+        ("pixtral", {"vision_config": {"rope_scaling": {"type": "linear", "factor": 2.0}}}),
+        ("internvl", {"vision_feature_layer": [-2, -1]}),
         ("llava_next", {"image_grid_pinpoints": None}),
         ("internvl", {"vision_config": {"use_qk_norm": True}}),
         ("mistral3", {"text_config": {}}),
@@ -160,7 +239,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_an_engine_that_sees_imports_no_library(tmp_path):
-    """It is imported where files are decoded, which is another process and a quarter as much."""
+    """Check the start only: another process imports the library, to decode files."""
     folder, program = tmp_path / "model", tmp_path / "program.py"
     VisionModel("smolvlm", folder)
     program.write_text(PROGRAM)

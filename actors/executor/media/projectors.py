@@ -70,13 +70,21 @@ class LlavaProjector(nn.Module):
     @classmethod
     def supports(cls, raw: Fields) -> bool:
         """Whether the configuration describes this projector."""
-        return raw.get("projector_hidden_act", "gelu") in activations()
+        strategy = raw.get("vision_feature_select_strategy", "default")
+        is_known = strategy in ("default", "full")
+        return is_known and raw.get("projector_hidden_act", "gelu") in activations()
 
     @classmethod
     def layers(cls, raw: Fields, num_layers: int) -> tuple[int, ...] | None:
-        """Return after how many layers hidden states are read, or None for the last ones behind the last norm."""
+        """Return after how many layers hidden states are read, or None for the last ones behind the last norm.
+
+        Raises:
+            ValueError: the tower does not have so many.
+        """
         given = raw.get("vision_feature_layer", -2)
         chosen: Sequence[int] = [given] if isinstance(given, int) else given
+        if not chosen or not all(-num_layers - 1 <= i <= num_layers for i in chosen):
+            raise ValueError(f"vision_feature_layer is {given}, for a tower of {num_layers} layers")
         return tuple(i if i >= 0 else i + num_layers + 1 for i in chosen)
 
     def num_tiles(self, given: Mapping[str, Tensor]) -> int | None:
@@ -213,6 +221,7 @@ class InternProjector(_LastProjector):
     @classmethod
     def supports(cls, raw: Fields) -> bool:
         is_usual = raw.get("vision_feature_select_strategy", "default") == "default"
+        is_usual = is_usual and isinstance(raw.get("vision_feature_layer", -1), int)
         return is_usual and raw.get("projector_hidden_act", "gelu") in activations()
 
     @classmethod

@@ -171,7 +171,7 @@ def _grey(config: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
     if is_pixtral:
         side = 2 * patch * int(getattr(config, "spatial_merge_size", 1))
     elif "pixel_attention_mask" in names:
-        side = 2 * patch * int(config.scale_factor)
+        side = 2 * patch * int(getattr(config, "scale_factor", 2))
     tiles: tuple[int, ...] = ()
     if pinpoints := getattr(config, "image_grid_pinpoints", None):
         tiles = (1, num_tiles([side, side], pinpoints, side))

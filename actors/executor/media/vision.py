@@ -24,18 +24,23 @@ SIGLIP: Fields = {
 }  # fmt: skip
 CLIP = {**SIGLIP, "patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}
 IDEFICS = {**SIGLIP, "hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}
-PIXTRAL: Fields = {
-    **SIGLIP, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
-    "image_size": 1024, "hidden_act": "gelu", "layer_norm_eps": 1e-5,
+_LARGE: Fields = {
+    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16, "num_channels": 3,
+    "hidden_act": "gelu",
 }  # fmt: skip
-INTERN: Fields = {**PIXTRAL, "image_size": 448, "patch_size": 14, "layer_norm_eps": 1e-6}
+# Without a field for the constant of its norms.
+PIXTRAL = {**_LARGE, "image_size": 1024, "patch_size": 16, "head_dim": None}
+INTERN: Fields = {
+    **_LARGE, "image_size": 448, "patch_size": 14, "layer_norm_eps": 1e-6, "norm_type": "layer_norm",
+    "attention_bias": False, "use_qk_norm": False, "use_absolute_position_embeddings": True, "use_mean_pooling": True,
+}  # fmt: skip
 
 
 class TowerKind(NamedTuple):
     """Describe the towers of one `model_type`.
 
     Attributes:
-        defaults: fields of the configuration and their values.
+        defaults: the fields that are read, and their values if the configuration lacks them.
         positions: `learned` for each patch; `stretched` to the grid of the image; by the `share` of the height and width in front of
             a patch; or `rotary`.
         is_gated: the MLP has a gate, norms have no mean, and products no bias, as in Llama.
@@ -86,13 +91,14 @@ def own_tower(raw: Fields, row_size: int) -> "VisionTower | None":
     kind = KINDS.get(name)
     if kind is None:
         return None
-    fields = {**kind.defaults, **given, "model_type": name}
-    rope: Fields = given.get("rope_parameters") or {}
+    read = {field: value for field, value in given.items() if field in kind.defaults}
+    theta = _theta_of(given) if kind.positions == "rotary" else 0.0
+    fields = {**kind.defaults, **read, "model_type": name, "rope_theta": theta}
     is_known = (
         fields["hidden_act"] in activations()
-        and not given.get("use_qk_norm")
-        and given.get("use_absolute_position_embeddings", True)
-        and rope.get("rope_type", "axial") in ("axial", "default")
+        and not fields.get("use_qk_norm")
+        and fields.get("use_absolute_position_embeddings", True)
+        and theta is not None
         and PROJECTORS[family].supports(raw)
     )
     return VisionTower(kind, fields, raw, row_size) if is_known else None
@@ -121,8 +127,7 @@ class VisionTower(nn.Module):
         shape = self._grid**2 + kind.has_class, width
         self.position_embedding = nn.Parameter(torch.empty(shape)) if has_table else None
         head = int(fields.get("head_dim") or width // int(fields["num_attention_heads"]))
-        rope: Fields = fields.get("rope_parameters") or fields
-        self._rotary = AxialPositions(head, float(rope.get("rope_theta", 10000.0)))
+        self._rotary = AxialPositions(head, float(fields["rope_theta"]))
         self.first_norm = _norm(kind, fields) if kind.has_first_norm else None
         projector = PROJECTORS[str(raw["model_type"])]
         num_layers = int(fields["num_hidden_layers"])
@@ -130,9 +135,8 @@ class VisionTower(nn.Module):
         # Later layers are not computed.
         num_used = num_layers if self._chosen is None else max(self._chosen)
         self.layers = nn.ModuleList(TowerLayer(kind, fields) for _ in range(num_used))
-        is_last = self._chosen is None and not fields.get("use_mean_pooling", kind.has_scales)
-        eps = float(fields["layer_norm_eps"])
-        self.last_norm = nn.LayerNorm(width, eps) if is_last else None
+        is_last = self._chosen is None and not fields.get("use_mean_pooling")
+        self.last_norm = nn.LayerNorm(width, _eps_of(fields)) if is_last else None
         num_chosen = 1 if self._chosen is None else len(self._chosen)
         self.projector = projector(raw, width * num_chosen, row_size, self._grid)
         self.requires_grad_(False)
@@ -212,7 +216,7 @@ class TowerLayer(nn.Module):
         width, inner = int(fields["hidden_size"]), int(fields["intermediate_size"])
         self._num_heads = int(fields["num_attention_heads"])
         has_bias = not kind.is_gated
-        has_attention_bias = has_bias and bool(fields.get("attention_bias", not kind.has_scales))
+        has_attention_bias = has_bias and bool(fields.get("attention_bias", True))
         self.attention_norm = _norm(kind, fields)
         self.q_proj, self.k_proj, self.v_proj = (
             nn.Linear(width, width, bias=has_attention_bias) for _ in range(3)
@@ -255,8 +259,17 @@ class TowerLayer(nn.Module):
 
 
 def side_of(size: Any) -> int:
-    """Return a size that a configuration gives as a number, or as equal height and width."""
-    return int(size[0]) if isinstance(size, list | tuple) else int(cast("Any", size))
+    """Return a size that a configuration gives as a number, or as equal height and width.
+
+    Raises:
+        ValueError: they differ.
+    """
+    if not isinstance(size, list | tuple):
+        return int(size)
+    sides = {int(side) for side in cast("Sequence[Any]", size)}
+    if len(sides) != 1:
+        raise ValueError(f"height and width of {size} differ")
+    return sides.pop()
 
 
 _DROPPED = {
@@ -279,10 +292,22 @@ def plain_name(name: str) -> str:
 
 
 def _norm(kind: TowerKind, fields: Fields) -> nn.Module:
-    width, eps = int(fields["hidden_size"]), float(fields["layer_norm_eps"])
+    width, eps = int(fields["hidden_size"]), _eps_of(fields)
     if kind.is_gated or fields.get("norm_type", "layer_norm") != "layer_norm":
         return TowerRmsNorm(width, eps)
     return nn.LayerNorm(width, eps)
+
+
+def _eps_of(fields: Fields) -> float:
+    return float(fields.get("layer_norm_eps", 1e-5))
+
+
+def _theta_of(given: Fields) -> float | None:
+    """Return the base of the rotation, or None if it is not that of rows and columns."""
+    rope: Fields = given.get("rope_scaling") or given.get("rope_parameters") or {}
+    if rope.get("rope_type", rope.get("type", "axial")) not in ("axial", "default"):
+        return None
+    return float(rope.get("rope_theta", given.get("rope_theta", 10000.0)))
 
 
 def _turned(x_BNLD: Tensor, cos_LD: Tensor, sin_LD: Tensor) -> Tensor:

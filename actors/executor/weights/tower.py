@@ -25,7 +25,7 @@ from trouper.actors.executor.weights.random import RandomWeights
 from trouper.config.checkpoint.hf_config import outer_fields
 from trouper.config.engine_config import EngineConfig
 from trouper.config.media import MediaConfig
-from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
+from trouper.errors import TrouperError, TrouperValidationError, UnsupportedFeatureError, invalid
 from trouper.extras import install_hint
 
 # The text model is built without layers and with a vocabulary of this size, and dropped at once.
@@ -38,14 +38,17 @@ def load_tower(config: EngineConfig, media: MediaConfig) -> MediaTower:
     """Read the tower and the projector of the config's model, and try them.
 
     Raises:
-        TrouperValidationError: the checkpoint lacks tensors of the tower.
+        TrouperValidationError: the checkpoint lacks tensors of the tower, or config.json does not describe one.
         UnsupportedFeatureError: the tower cannot be computed.
     """
     dtype: torch.dtype = getattr(torch, config.dtype)
     slices, row_size = Slices(), config.model.hidden_size
-    # Without memory for weights, which are assigned.
-    with torch.device("meta"):
-        own = own_tower(config.model.source_config, row_size)
+    try:
+        # Without memory for weights, which are assigned.
+        with torch.device("meta"):
+            own = own_tower(config.model.source_config, row_size)
+    except Exception as error:  # config.json may contain anything
+        raise _undescribed(config, error) from error
     model = _library_tower(config, media, dtype) if own is None else _filled(own, config, dtype)
     tower = MediaTower(model.eval(), media, dtype, row_size, slices)
     layers = [
@@ -68,6 +71,12 @@ def load_tower(config: EngineConfig, media: MediaConfig) -> MediaTower:
         with torch.inference_mode():
             tower.check()
     return tower
+
+
+def _undescribed(config: EngineConfig, error: Exception) -> TrouperValidationError:
+    line = " ".join(str(error).split())
+    rule = f"its config.json does not describe a tower ({type(error).__name__}: {line}); {ADVICE}"
+    return invalid("model", rule, config.model.path)
 
 
 def _filled(model: VisionTower, config: EngineConfig, dtype: torch.dtype) -> VisionTower:
@@ -154,7 +163,12 @@ def load_whole(config: EngineConfig) -> Any:
 
 def _class_of(config: EngineConfig) -> tuple[Any, Any]:
     """Return the library's class and its config, with a text model without layers."""
-    cls, hf_config = _library_class(config)
+    try:
+        cls, hf_config = _library_class(config)
+    except TrouperError:
+        raise
+    except Exception as error:  # config.json may contain anything
+        raise _undescribed(config, error) from error
     text = hf_config.get_text_config(decoder=True)
     text.num_hidden_layers, text.vocab_size = 0, SMALL_VOCABULARY
     # Within the small vocabulary; not every class accepts None.
@@ -175,9 +189,8 @@ def _library_class(config: EngineConfig) -> tuple[Any, Any]:
         raise UnsupportedFeatureError(
             f"transformers {version} has no {name}; {ADVICE}", parameter="model"
         )
-    hf_config: Any = cast("Any", CONFIG_MAPPING[str(raw["model_type"])]).from_dict(
-        dict(outer_fields(raw))
-    )
+    config_class: Any = CONFIG_MAPPING[str(raw["model_type"])]
+    hf_config: Any = config_class.from_dict(dict(outer_fields(raw)))
     if hasattr(hf_config, "quantization_config"):
         del hf_config.quantization_config
     return cls, hf_config
