@@ -156,6 +156,9 @@ def main() -> None:
     def end_at_once() -> None:
         """Skip the end of the interpreter, where triton lists all objects that `gc.freeze` has kept from it as leaks."""
         if gc.get_freeze_count() and "triton" in sys.modules:
+            # Other exit functions may have printed.
+            sys.stdout.flush()
+            sys.stderr.flush()
             os._exit(code)
 
     # The first function that is registered runs last.

@@ -649,6 +649,29 @@ def test_objects_of_triton_are_not_listed_as_leaks():
     assert line.startswith("trouper: ")
 
 
+PRINTING = """
+import atexit, gc, sys, types
+from trouper.frontends.cli import main
+
+def run_line():
+    atexit.register(print, "bye")
+    return 3
+
+gc.freeze()
+sys.modules["triton"] = types.ModuleType("triton")
+main.run_line = run_line
+main.main()
+"""
+
+
+@pytest.mark.slow
+def test_exit_functions_print_before_the_end_at_once():
+    environment = {key: os.environ[key] for key in os.environ if key != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", PRINTING]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, check=False, env=environment)
+    assert (ended.returncode, ended.stdout) == (3, b"bye\n")
+
+
 def test_nobody_reading_on_is_no_error():
     arguments = ["generate", "def f(", "--max-tokens", "500", "--ignore-eos"]
     with subprocess.Popen(
