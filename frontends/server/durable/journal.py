@@ -37,6 +37,8 @@ GROUP_S = 0.1
 STALL_S = 0.25
 # If the record of a request takes longer, the request is refused.
 ADMIT_S = 10.0
+# Seconds for which a write waits for more records at most.
+GATHER_S = 0.01
 # Seconds between two attempts to write after a failure.
 RETRY_S = 10.0
 # Seconds between two looks whether a slow disk has caught up.
@@ -295,8 +297,9 @@ class Journal:
 
         The engine hands out the tokens of a step over several turns.  Written turn by turn, they would wait for one thread after the other.
         """
-        num_before = 0
-        while num_before < len(self._pending.records) < MAX_IN_FRAME:
+        num_before, end_s = 0, time.monotonic() + GATHER_S
+        # A busy event loop may bring records in every turn.
+        while time.monotonic() < end_s and num_before < len(self._pending.records) < MAX_IN_FRAME:
             num_before = len(self._pending.records)
             # Tasks of the same turn run in any order, so two looks are a whole turn apart.
             for _ in range(2):
