@@ -20,8 +20,7 @@ from trouper.actors.engine.controls import ControlClient, Controls
 from trouper.actors.engine.generation import Generation
 from trouper.actors.engine.lifecycle import EngineState, Event, Lifecycle
 from trouper.actors.engine.request_table import EngineSnapshot, RequestTable
-from trouper.actors.executor.actor import Executor
-from trouper.actors.executor.device import DeviceInfo
+from trouper.actors.executor.device import DeviceInfo, Executor
 from trouper.actors.messages.controls import (
     ExecutorInbox,
     LoadAdapter,

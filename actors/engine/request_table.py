@@ -17,7 +17,7 @@ from trouper.actors.engine.adapters import Adapters
 from trouper.actors.engine.admission import Admission, embeds_bytes, estimate_tokens, has_images
 from trouper.actors.engine.generation import MakeRender
 from trouper.actors.engine.lifecycle import EngineState
-from trouper.actors.executor.actor import ExecutorSnapshot
+from trouper.actors.executor.device import ExecutorSnapshot
 from trouper.actors.messages.controls import RendererInbox, SchedulerInbox
 from trouper.actors.messages.requests import Abort, Render, RequestId, RequestOptions
 from trouper.actors.observability.observer import ObserverSnapshot

@@ -17,8 +17,7 @@ from anyio.abc import TaskGroup, TaskStatus
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from trouper.actors.engine.engine import Engine, EngineParts, EngineStatistics
-from trouper.actors.executor.actor import Executor
-from trouper.actors.executor.device import Device, DeviceInfo
+from trouper.actors.executor.device import Device, DeviceInfo, Executor
 from trouper.actors.messages.controls import (
     DetokenizerInbox,
     ExecutorInbox,

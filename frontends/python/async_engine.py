@@ -29,7 +29,7 @@ from trouper.config.engine_config import EngineConfig
 from trouper.config.model import ModelConfig
 from trouper.config.resolve import resolve
 from trouper.config.view import ConfigView, ModelView, vllm_config
-from trouper.errors import EngineDeadError
+from trouper.errors import EngineDeadError, invalid
 from trouper.frontends.python.autostart import BackgroundTask, LazyGeneration, can_start
 from trouper.frontends.python.controls import AsyncControls
 from trouper.frontends.python.options import (
@@ -413,7 +413,11 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
 
 @asynccontextmanager
 async def _open_devices(config: EngineConfig, launcher: Launcher) -> AsyncGenerator[list[Device]]:
-    """Create a device for each replica; with several machines, also accept their connections during the block."""
+    """Create a device for each replica; with several machines, also accept their connections during the block.
+
+    Raises:
+        TrouperValidationError: this machine is not the coordinator, or its address or port cannot be used.
+    """
     replicas = range(config.data_parallel_size)
     if config.device_worker == "inline":
         yield [ThreadedDevice(config)]
@@ -422,8 +426,15 @@ async def _open_devices(config: EngineConfig, launcher: Launcher) -> AsyncGenera
     if config.nodes is None:
         yield [ProcessDevice(config, launcher, replica=r, files=files) for r in replicas]
     else:
-        from trouper.actors.executor.workers.machines.opening import open_workers
+        from trouper.actors.executor.workers.machines.launch_hosts import open_nodes
+        from trouper.actors.executor.workers.machines.launch_ray import open_ray
 
+        if config.nodes.rank > 0:
+            rule = (
+                "must be 0 in the process of the engine; run `trouper serve` on the other machines"
+            )
+            raise invalid("node_rank", rule, config.nodes.rank)
+        open_workers = open_ray if config.nodes.backend == "ray" else open_nodes
         async with open_workers(config, config.nodes) as launcher_of:
             yield [
                 ProcessDevice(config, replica=r, launch_workers=launcher_of(r), files=files)

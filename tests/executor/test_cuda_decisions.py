@@ -11,14 +11,16 @@ pytest.importorskip("triton", reason="no Triton")
 from trouper.actors.executor.runners.cuda.resident import kv_budget
 from trouper.actors.executor.runners.cuda.step_inputs import (
     BatchShape,
+    Changes,
     Inputs,
+    Layout,
     graph_shapes,
     inputs_of,
     pack,
     padded,
     shape_of,
+    views,
 )
-from trouper.actors.executor.runners.cuda.tables import Changes, Layout, views
 from trouper.actors.messages.requests import SequenceId
 from trouper.actors.messages.steps import NewSequence, Sampling, StepPlan
 from trouper.errors import TrouperValidationError

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trouper.actors.executor.models.hf_decoder import AbsentWeight, HfLinear
-from trouper.actors.executor.weights.hf_linears import linear_layers, observed
+from trouper.actors.executor.weights.hf_check import linear_layers, observed
 from trouper.errors import UnsupportedFeatureError
 from trouper.kernels.linear import LinearConfig
 from trouper.kernels.select import make_linear

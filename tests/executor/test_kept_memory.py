@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tests.executor.test_state_memory import SPECS
-from trouper.actors.executor.steps.kept_memory import KeptMemory
-from trouper.actors.executor.steps.state_memory import NOTHING, StatePool
+from trouper.actors.executor.steps.cache_memory import NOTHING, KeptMemory, StatePool
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from trouper.actors.executor.models.decoder import KVCacheSpec
-from trouper.actors.executor.steps.kv_memory import KVCache, num_kv_blocks
+from trouper.actors.executor.steps.cache_memory import KVCache, num_kv_blocks
 from trouper.config.engine_config import SchedulerConfig
 
 WIDE = KVCacheSpec(num_layers=2, num_heads=4, head_dim=8, keys=(None,))

@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trouper.actors.executor.models.families.encoders import READERS as ENCODERS
-from trouper.actors.executor.models.families.encoders import encoder_traits
+from trouper.actors.executor.models.families.registry import (
+    ENCODERS,
+    decoder_traits,
+    encoder_traits,
+)
 from trouper.actors.executor.models.families.registry import READERS as DECODERS
-from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.weights.checkpoint import INDEX, Checkpoint
 from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.actors.rendering.prompts.prompts import template_text

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trouper.actors.executor.media import tower_functions
+from trouper.actors.executor.media import tower as tower_module
 from trouper.actors.executor.media.encoder import GIVE_BACK_ITEMS, MediaEncoder, WholeItem
 from trouper.actors.executor.media.slices import (
     SlicedLinear,
@@ -16,7 +16,7 @@ from trouper.actors.executor.media.slices import (
     Slices,
     slice_layers,
 )
-from trouper.actors.executor.media.tower_functions import TowerFunctions
+from trouper.actors.executor.media.tower import TowerFunctions
 from trouper.actors.messages.media import MediaItem
 from trouper.kernels.linear import LinearConfig
 from trouper.kernels.select import make_linear
@@ -200,13 +200,13 @@ def test_towers_attend_by_kernels_where_possible(case, monkeypatch):
         served.append(args)
         return attend_both_ways(*args)
 
-    attend_both_ways = tower_functions.attend_both_ways
-    monkeypatch.setattr(tower_functions, "attend_both_ways", attend)
+    attend_both_ways = tower_module.attend_both_ways
+    monkeypatch.setattr(tower_module, "attend_both_ways", attend)
     wanted = F.scaled_dot_product_attention(*parts, **options)
     with TowerFunctions():
         found = F.scaled_dot_product_attention(*parts, **options)
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
-    assert bool(served) == (is_served and tower_functions.is_native(torch.float32, 16))
+    assert bool(served) == (is_served and tower_module.is_native(torch.float32, 16))
 
 
 @pytest.mark.parametrize(("width", "has_bias"), [(32, True), (32, False), (24, True)])

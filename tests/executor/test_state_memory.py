@@ -6,8 +6,12 @@ import pytest
 import torch
 
 from trouper.actors.executor.models.decoder import StateSpec
-from trouper.actors.executor.steps.kv_memory import num_kv_blocks
-from trouper.actors.executor.steps.state_memory import NOTHING, StatePool, num_state_rows
+from trouper.actors.executor.steps.cache_memory import (
+    NOTHING,
+    StatePool,
+    num_kv_blocks,
+    num_state_rows,
+)
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from trouper.actors.executor.device import PendingResult
-from trouper.actors.executor.runners.cuda import rank_runner
+from trouper.actors.executor.runners.cuda import runner as cuda_runner
 from trouper.kernels.cuda.collectives import CollectiveSums
 
 from .emulated_gpu import EmulatedMachine
@@ -21,7 +21,7 @@ from .emulated_gpu import EmulatedMachine
 def main() -> None:
     torch.set_num_threads(1)
     connection, rank = Connection(int(sys.argv[1])), int(sys.argv[2])
-    rank_runner.CudaMachine = lambda index: EmulatedMachine()
+    cuda_runner.CudaMachine = lambda index: EmulatedMachine()
     runner = None
     while True:
         try:
@@ -31,7 +31,7 @@ def main() -> None:
         try:
             if method == "open":
                 config, path = arguments
-                runner = rank_runner.RankRunner(config, rank, [open_file(path)])
+                runner = cuda_runner.RankRunner(config, rank, [open_file(path)])
                 result = None
             elif method == "machine":
                 result = getattr(runner._machine, *arguments)

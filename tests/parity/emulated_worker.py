@@ -12,11 +12,11 @@ def run() -> None:
     """Serve an engine on emulated GPUs."""
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
     os.environ["OMP_NUM_THREADS"] = "1"
-    from trouper.actors.executor.runners.cuda import rank_runner, runner
+    from trouper.actors.executor.runners.cuda import runner
 
     from .emulated_gpu import EmulatedMachine
 
-    runner.CudaMachine = rank_runner.CudaMachine = lambda *index: EmulatedMachine()
+    runner.CudaMachine = lambda *index: EmulatedMachine()
     worker.main()
 
 

@@ -3,9 +3,8 @@
 import re
 from pathlib import Path
 
-from trouper.actors.executor.models.families.encoders import READERS as ENCODERS
+from trouper.actors.executor.models.families.registry import ENCODERS, TEXT_MODELS
 from trouper.actors.executor.models.families.registry import READERS as DECODERS
-from trouper.actors.executor.models.families.registry import TEXT_MODELS
 from trouper.actors.executor.weights.schemes import READERS as QUANTIZED
 from trouper.config.checks import ROUNDED
 from trouper.config.gguf.names import ENCODER_NAMES

@@ -8,8 +8,7 @@ pytest.importorskip("triton", reason="no Triton")
 from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.models.sharding import Shard
 from trouper.actors.executor.runners.cuda.machine import CudaMachine
-from trouper.actors.executor.runners.cuda.rank_runner import join_group
-from trouper.actors.executor.runners.cuda.runner import CudaRunner
+from trouper.actors.executor.runners.cuda.runner import CudaRunner, join_group
 from trouper.actors.executor.weights.decoder import load_decoder
 from trouper.actors.messages.steps import Sampling
 from trouper.config.adapters import read_adapter

@@ -21,7 +21,7 @@ from transformers import (
 from trouper import LLM
 from trouper.actors.executor.device import PendingResult
 from trouper.actors.executor.models.encoder import Encoder, rounded
-from trouper.actors.executor.models.families.encoders import encoder_traits
+from trouper.actors.executor.models.families.registry import encoder_traits
 from trouper.actors.executor.runners.cpu import pooling_runner
 from trouper.actors.executor.runners.cpu.pooling_runner import (
     FEW_TOKENS,

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from trouper import LLM, SamplingParams
 from trouper.actors.executor.models.families.registry import decoder_traits
-from trouper.actors.executor.models.mlp import SparseMlp
+from trouper.actors.executor.models.layers import SparseMlp
 from trouper.actors.executor.models.parameters import (
     Cut,
     Parameter,

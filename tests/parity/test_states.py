@@ -7,7 +7,7 @@ import torch
 
 from trouper import LLM, SamplingParams
 from trouper.actors.executor.models.hf_decoder import HfDecoder
-from trouper.actors.executor.steps.state_memory import StatePool
+from trouper.actors.executor.steps.cache_memory import StatePool
 from trouper.errors import (
     ExecutionError,
     GenerationError,

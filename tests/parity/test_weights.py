@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
-from trouper.actors.executor.weights import random as random_weights
+from trouper.actors.executor.weights import checkpoint
 from trouper.actors.messages.steps import Sampling
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
@@ -154,14 +154,14 @@ def test_dummy_weights_need_no_files_and_depend_on_seed(folder):
 
 
 def test_dummy_numbers_depend_on_seed_name_and_place_alone(monkeypatch):
-    monkeypatch.setattr(random_weights, "CHUNK", 64)
-    read = random_weights.RandomWeights(3, torch.bfloat16).read
+    monkeypatch.setattr(checkpoint, "CHUNK", 64)
+    read = checkpoint.RandomWeights(3, torch.bfloat16).read
     rows = read("a.weight", (50, 20))
     assert rows.dtype == torch.bfloat16
-    assert rows.float().std() == pytest.approx(random_weights.DUMMY_STD, rel=0.05)
+    assert rows.float().std() == pytest.approx(checkpoint.DUMMY_STD, rel=0.05)
     assert len(rows.unique()) > 200
     assert torch.equal(read("a.weight", (10, 20)), rows[:10])
-    monkeypatch.setattr(random_weights, "num_physical_cores", lambda: 7)
+    monkeypatch.setattr(checkpoint, "num_physical_cores", lambda: 7)
     assert torch.equal(read("a.weight", (50, 20)), rows)
     assert not torch.equal(read("b.weight", (50, 20)), rows)
     assert torch.equal(read("norm.weight", (5,)), torch.ones(5, dtype=torch.bfloat16))

@@ -12,8 +12,7 @@ from safetensors.torch import save
 
 from tests.support.adapters import CONFIG, DEMO, random_tensors, shapes_of, write_adapter
 from trouper.actors.executor.models.parameters import Parameter
-from trouper.actors.executor.steps.adapter_heads import AdapterHeads
-from trouper.actors.executor.steps.adapter_slots import AdapterSlots
+from trouper.actors.executor.steps.adapter_slots import AdapterHeads, AdapterSlots
 from trouper.config.adapters import LoRAConfig, read_adapter
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.kernels.lora import AdapterRows

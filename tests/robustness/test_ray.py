@@ -18,7 +18,7 @@ from ray.cluster_utils import Cluster
 from trouper.actors.engine.wiring import open_engine
 from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.workers.machines import launch_ray
-from trouper.actors.executor.workers.machines.opening import open_workers
+from trouper.actors.executor.workers.machines.launch_ray import open_ray
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import DeviceStartError
@@ -51,7 +51,7 @@ def cluster(monkeypatch):
 @asynccontextmanager
 async def an_engine_at_places(**options):
     config = resolve(EngineArgs(distributed_executor_backend="ray", **OPTIONS, **options))
-    async with open_workers(config, config.nodes) as launcher_of:
+    async with open_ray(config, config.nodes) as launcher_of:
         async with open_engine(
             config, ProcessDevice(config, launch_workers=launcher_of(0))
         ) as engine:

@@ -9,7 +9,7 @@ import anyio.to_thread
 import pytest
 
 from tests.support.accepting import accept, receive_message
-from trouper.actors.executor.workers.launching import launch
+from trouper.actors.executor.workers.launching import Exit, launch
 from trouper.actors.executor.workers.machines import authentication
 from trouper.actors.executor.workers.machines import channel as messages
 from trouper.actors.executor.workers.machines.channel import (
@@ -32,7 +32,6 @@ from trouper.actors.executor.workers.machines.launch_hosts import (
     LocalGroup,
     listen,
 )
-from trouper.actors.executor.workers.worker_process import Exit
 from trouper.config.parallel import CLUSTER_KEY, NodesConfig
 from trouper.errors import DeviceStartError, TrouperValidationError
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.accepting import accept
 from trouper.actors.executor.worker_links import SharedSizes
-from trouper.actors.executor.workers.launching import CLOSED
+from trouper.actors.executor.workers.launching import CLOSED, Exit
 from trouper.actors.executor.workers.machines import authentication
 from trouper.actors.executor.workers.machines import channel as messages
 from trouper.actors.executor.workers.machines.channel import Channel, ChannelError, HostHello, Start
@@ -27,7 +27,6 @@ from trouper.actors.executor.workers.machines.launch_hosts import (
 from trouper.actors.executor.workers.machines.worker_group import RemotePeer
 from trouper.actors.executor.workers.model_files import MachineFacts
 from trouper.actors.executor.workers.wire import MAX_FRAME, Close, FrameReader, encode
-from trouper.actors.executor.workers.worker_process import Exit
 from trouper.config.args import EngineArgs
 from trouper.config.parallel import CLUSTER_KEY, NodesConfig
 from trouper.config.resolve import resolve

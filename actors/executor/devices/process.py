@@ -18,7 +18,6 @@ import anyio
 import msgspec
 
 from trouper.actors.executor.device import DeviceEvent, DeviceInfo, StepResult
-from trouper.actors.executor.devices.kept_files import KeptFiles
 from trouper.actors.executor.devices.outstanding import (
     OpenCalls,
     RestoredState,
@@ -37,6 +36,7 @@ from trouper.actors.executor.devices.supervision import (
     next_state,
 )
 from trouper.actors.executor.devices.worker_link import (
+    KeptFiles,
     WorkerLink,
     receive_from_any,
     send_adapter,

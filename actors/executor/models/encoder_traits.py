@@ -9,7 +9,6 @@ from typing import Literal
 
 import msgspec
 
-from trouper.actors.executor.models.disentangled import DistanceTraits
 from trouper.actors.executor.models.traits import (
     RopeTraits,
 )
@@ -20,6 +19,25 @@ ACTS: dict[str, Act] = {
     "swiglu": "silu", "swish": "silu", "relu": "relu", "geglu": "gelu",
 }  # fmt: skip
 GATED_ACTS: tuple[Act, ...] = ("gelu", "gelu_tanh", "silu")
+
+
+class DistanceTraits(msgspec.Struct, frozen=True, kw_only=True):
+    """How distances between tokens contribute to scores.
+
+    The table of distances has 2 × `span` rows. With `num_buckets` > 0, distances beyond half of the buckets share buckets by
+    their logarithm, up to `max_distance`.
+    """
+
+    span: int
+    num_buckets: int = 0
+    max_distance: int
+    has_content_to_position: bool
+    has_position_to_content: bool
+    norms_table: bool
+
+    @property
+    def num_terms(self) -> int:
+        return 1 + self.has_content_to_position + self.has_position_to_content
 
 
 class EncoderNames(msgspec.Struct, frozen=True, kw_only=True):

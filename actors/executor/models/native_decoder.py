@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.models.decoder import KVCacheSpec, LogitsIndices, StateSpec, StepStates
+from trouper.actors.executor.models.layers import Mlp, compose_rope_table, make_rope_table
 from trouper.actors.executor.models.mixers import RecurrentMixer, state_specs
-from trouper.actors.executor.models.mlp import Mlp
-from trouper.actors.executor.models.rotary import compose_rope_table, make_rope_table
 from trouper.actors.executor.models.sharding import Shard
 from trouper.actors.executor.models.traits import DecoderTraits, LayerTraits, PlanKey
 from trouper.kernels.codegen.units import LANES

@@ -33,7 +33,7 @@ ACTIVATIONS: dict[str, Activation] = {
 class RopeTraits(msgspec.Struct, frozen=True, kw_only=True):
     """The parameters of a rotary position embedding.
 
-    `models/rotary.py` computes its tables; `kind` names the method of scaling to longer contexts.
+    `models/layers.py` computes its tables; `kind` names the method of scaling to longer contexts.
     """
 
     kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
@@ -161,7 +161,7 @@ class ShortConvTraits(msgspec.Struct, frozen=True, kw_only=True):
 class MlpTraits(msgspec.Struct, frozen=True, kw_only=True):
     """The traits of an MLP: down(act(gate(x)) · up(x)), or down(act(up(x))) without a gate.
 
-    `models/mlp.py` computes it.
+    `models/layers.py` computes it.
     """
 
     intermediate_size: int

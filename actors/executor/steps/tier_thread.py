@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trouper.actors.executor.steps.kv_memory import KVCache
-from trouper.actors.executor.steps.state_memory import StatePool
+from trouper.actors.executor.steps.cache_memory import KVCache, StatePool
 from trouper.actors.executor.steps.tier_files import (
     HEAD_BYTES,
     MAX_PARTS,

@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from trouper.actors.executor.models.families.mixtures import check_device
 from trouper.actors.executor.models.families.registry import is_text_part
+from trouper.actors.executor.models.layers import GatedMlp, Mlp, PlainMlp, SparseMlp
 from trouper.actors.executor.models.mixers import make_mixer
-from trouper.actors.executor.models.mlp import GatedMlp, Mlp, PlainMlp, SparseMlp
 from trouper.actors.executor.models.names import NAMES, is_of_other_uses
 from trouper.actors.executor.models.native_decoder import DecoderLayer, NativeDecoder, OpsT
 from trouper.actors.executor.models.parameters import (
@@ -45,9 +45,8 @@ from trouper.actors.executor.models.sharding import (
     traits_of,
 )
 from trouper.actors.executor.models.traits import DecoderTraits
-from trouper.actors.executor.weights.checkpoint import Checkpoint
+from trouper.actors.executor.weights.checkpoint import Checkpoint, RandomWeights
 from trouper.actors.executor.weights.gguf import GgufCheckpoint
-from trouper.actors.executor.weights.random import RandomWeights
 from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.actors.executor.weights.stacks import views_of
 from trouper.config.engine_config import EngineConfig

@@ -23,10 +23,9 @@ from trouper.actors.executor.models.encoder import (
 )
 from trouper.actors.executor.models.encoder_traits import EncoderTraits, Head, TaskTraits
 from trouper.actors.executor.models.names import LLAMA
-from trouper.actors.executor.weights.checkpoint import Checkpoint
+from trouper.actors.executor.weights.checkpoint import Checkpoint, RandomWeights
 from trouper.actors.executor.weights.decoder import indices_shown
 from trouper.actors.executor.weights.gguf import GgufEncoder
-from trouper.actors.executor.weights.random import RandomWeights
 from trouper.config.checkpoint.pooler import (
     LATE_INTERACTION,
     PAGE_RETRIEVERS,

@@ -233,7 +233,7 @@ class GgufCheckpoint:
     def _row_order(
         self, name: str, num_rows: int, first: int, last: int, cut: Cut
     ) -> Tensor | None:
-        """Reorder rows of whole heads from interleaved rotary pairs to halves, which `models/rotary.py` expects."""
+        """Reorder rows of whole heads from interleaved rotary pairs to halves, which `models/layers.py` expects."""
         if cut.heads is not None:
             return row_order(last - first, cut.heads)
         if (heads := self._value_heads()) is not None:

@@ -34,17 +34,18 @@ from trouper.actors.executor.models.hf_states import (
 )
 from trouper.actors.executor.models.names import is_of_other_uses, key_mapping, text_names
 from trouper.actors.executor.models.parameters import Parameter
-from trouper.actors.executor.weights.checkpoint import Checkpoint
+from trouper.actors.executor.weights.checkpoint import Checkpoint, RandomWeights
 from trouper.actors.executor.weights.decoder import UNUSED_TENSORS, Wrap
 from trouper.actors.executor.weights.hf_check import (
     ROW_COUNTS,
     TRIAL_TOKENS,
     check_logits,
     eager_logits,
+    exchange,
+    linear_layers,
+    observed,
     own_code,
 )
-from trouper.actors.executor.weights.hf_linears import exchange, linear_layers, observed
-from trouper.actors.executor.weights.random import RandomWeights
 from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.config.engine_config import EngineConfig
 from trouper.config.model import ModelConfig

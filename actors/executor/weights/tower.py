@@ -19,9 +19,8 @@ from trouper.actors.executor.media.slices import SlicedLinear, Slices, slice_lay
 from trouper.actors.executor.media.tower import ADVICE, MediaTower
 from trouper.actors.executor.media.vision import VisionTower, own_tower, plain_name
 from trouper.actors.executor.models.hf_decoder import HfLinear
-from trouper.actors.executor.weights.checkpoint import Checkpoint
-from trouper.actors.executor.weights.hf_linears import Layer, exchange, observed
-from trouper.actors.executor.weights.random import RandomWeights
+from trouper.actors.executor.weights.checkpoint import Checkpoint, RandomWeights
+from trouper.actors.executor.weights.hf_check import Layer, exchange, observed
 from trouper.config.checkpoint.hf_config import outer_fields
 from trouper.config.engine_config import EngineConfig
 from trouper.config.media import MediaConfig

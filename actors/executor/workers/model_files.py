@@ -20,9 +20,9 @@ from typing import Self
 
 import msgspec
 
-from trouper.actors.executor.models.families.encoders import encoder_traits
 from trouper.actors.executor.models.families.registry import (
     decoder_traits,
+    encoder_traits,
     generating_sibling,
     has_own_code,
 )

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Literal, assert_never, cast
 import msgspec
 
 from trouper.actors.executor.device import DeviceInfo, PendingResult, StepResult, timed
-from trouper.actors.executor.runners.cpu.process_resources import be_nice, compute_with, start_nice
 from trouper.actors.messages.controls import (
     DeviceAction,
     ExplainLosses,
@@ -41,10 +40,13 @@ from trouper.actors.messages.steps import (
     TierAnswer,
     TierOrder,
 )
-from trouper.actors.runtime.startup import (
+from trouper.actors.runtime.process_resources import (
+    be_nice,
     collections_paused,
+    compute_with,
     num_physical_cores,
     set_torch_environment,
+    start_nice,
 )
 from trouper.config.engine_config import EngineConfig
 from trouper.config.parallel import CPU_BIND
@@ -52,7 +54,7 @@ from trouper.errors import UnsupportedFeatureError, invalid
 
 if TYPE_CHECKING:
     from trouper.actors.executor.runners.resident_model import ModelRunner
-    from trouper.actors.executor.steps.kept_memory import KeptMemory
+    from trouper.actors.executor.steps.cache_memory import KeptMemory
     from trouper.actors.executor.steps.tier_thread import TierThread
 
 
@@ -139,7 +141,7 @@ class ModelHost:
         with collections_paused():
             import torch
 
-            from trouper.actors.executor.steps.kept_memory import KeptMemory
+            from trouper.actors.executor.steps.cache_memory import KeptMemory
         if self._kept_file is not None:
             self._kept = KeptMemory(self._kept_file)
         num_elsewhere = torch.get_num_threads()
@@ -226,7 +228,7 @@ class ModelHost:
 
             return CpuRunner(self._config, HfModel(self._config), kept=self._kept)
         if self._config.device == "cuda" and self._config.tensor_parallel_size > 1:
-            from trouper.actors.executor.runners.cuda.rank_runner import RankRunner
+            from trouper.actors.executor.runners.cuda.runner import RankRunner
 
             return RankRunner(self._config, self._rank, self._files)
         if self._config.device == "cuda":

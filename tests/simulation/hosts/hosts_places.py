@@ -11,6 +11,7 @@ import trio
 from tests.simulation.simulated_device import SimulatedDevice
 from tests.simulation.turns import SimulationFault
 from trouper.actors.executor.device import DeviceInfo
+from trouper.actors.executor.workers.launching import Exit
 from trouper.actors.executor.workers.machines import channel, coordinator, host
 from trouper.actors.executor.workers.model_files import MachineFacts
 from trouper.actors.executor.workers.wire import (
@@ -24,7 +25,6 @@ from trouper.actors.executor.workers.wire import (
     Returned,
     encode,
 )
-from trouper.actors.executor.workers.worker_process import Exit
 from trouper.actors.messages.steps import StepPlan
 from trouper.config.parallel import NodesConfig
 from trouper.errors import DeviceStartError, TrouperValidationError

@@ -6,10 +6,10 @@ import anyio.lowlevel
 
 from tests.simulation.bugs import bug
 from trouper.actors.executor.devices import process
-from trouper.actors.executor.devices.kept_files import KeptFiles
 from trouper.actors.executor.devices.outstanding import OpenCalls, RestoredState
 from trouper.actors.executor.devices.process import ProcessDevice
 from trouper.actors.executor.devices.supervision import Death, RestartBudget
+from trouper.actors.executor.devices.worker_link import KeptFiles
 from trouper.actors.executor.workers.wire import Loaded
 from trouper.actors.messages.steps import DeviceLost, StepDone
 from trouper.actors.scheduling.culprit_search import Quarantine

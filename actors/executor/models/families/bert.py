@@ -5,10 +5,10 @@ Each function reads the config of one family.  Which biases and norms there are,
 
 import msgspec
 
-from trouper.actors.executor.models.disentangled import DistanceTraits
 from trouper.actors.executor.models.encoder_traits import (
     ACTS,
     GATED_ACTS,
+    DistanceTraits,
     EncoderNames,
     EncoderTraits,
     Head,

@@ -1,13 +1,16 @@
 """Find the reader of an architecture, and the architecture that can compute a model.
 
-`config.json` names the class of the transformers library that a model was trained with. A class in `READERS` is
-computed by trouper's own decoder; a new family needs only a reader, if its differences are traits already.
+`config.json` names the class of the transformers library that a model was trained with.  A decoder class in `READERS`, or an encoder
+class that begins like a name in `ENCODERS`, is computed by trouper's own code.  A new family needs only a reader, if its
+differences are traits already.
 """
 
 from collections.abc import Callable
 
 import msgspec
 
+from trouper.actors.executor.models.encoder_traits import EncoderTraits
+from trouper.actors.executor.models.families import bert, rotary_encoders
 from trouper.actors.executor.models.families.hybrids import HYBRIDS
 from trouper.actors.executor.models.families.layer_norm import LAYER_NORM_FAMILIES
 from trouper.actors.executor.models.families.mixtures import MIXTURES
@@ -149,3 +152,51 @@ def generating_sibling(architecture: str) -> str:
         if architecture.endswith(suffix) and sibling in READERS:
             return sibling
     return architecture
+
+
+# Names that begin like those of a reader, and are of other models.
+REFUSED_ENCODERS = {
+    "BertGeneration": "is not supported; a BERT that embeds is a BertModel",
+}
+ENCODERS: dict[str, Callable[[HfConfig], EncoderTraits]] = {
+    "Bert": bert.bert,
+    "Roberta": bert.roberta,
+    # The first prefix that fits counts.
+    "XLMRobertaXL": bert.xlm_roberta_xl,
+    "XLMRoberta": rotary_encoders.xlm_roberta,
+    "Data2VecText": bert.roberta,
+    "MegatronBert": bert.megatron_bert,
+    "Electra": bert.electra,
+    "Albert": bert.albert,
+    "Camembert": bert.roberta,
+    "DistilBert": bert.distilbert,
+    "MPNet": bert.mpnet,
+    "DebertaV2": bert.deberta_v2,
+    "ModernBert": rotary_encoders.modernbert,
+    "EuroBert": rotary_encoders.eurobert,
+    "JinaEmbeddingsV3": rotary_encoders.jina_v3,
+    "T5Encoder": rotary_encoders.t5,
+    "MT5Encoder": rotary_encoders.mt5,
+    "UMT5Encoder": rotary_encoders.umt5,
+    "NomicBert": rotary_encoders.nomic,
+    "Gte": rotary_encoders.gte,
+    "New": rotary_encoders.gte,
+    "HF_ColBERT": bert.bert,
+    "ColBERT": bert.bert,
+}
+
+
+def encoder_traits(config: HfConfig, architecture: str) -> EncoderTraits | None:
+    """Read the config of an encoder.  Returns None for an architecture of another kind.
+
+    Raises:
+        UnsupportedFeatureError: a trait of this model is not known.
+        TrouperValidationError: the config lacks a number or contradicts itself.
+    """
+    for prefix, reason in REFUSED_ENCODERS.items():
+        if architecture.startswith(prefix):
+            raise UnsupportedFeatureError(f"{architecture}: {reason}", parameter="model")
+    for prefix, reader in ENCODERS.items():
+        if architecture.startswith(prefix):
+            return read_traits(reader, config, architecture)
+    return None

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from trouper.actors.executor.models.decoder import Decoder, KVCacheSpec, plan_keys_of
-from trouper.actors.executor.runners.cpu.decoder_pass import DecoderPass
-from trouper.actors.executor.runners.cpu.models import NativeModel, allocate_kv_cache
+from trouper.actors.executor.runners.cpu.models import DecoderPass, NativeModel, allocate_kv_cache
 from trouper.actors.executor.runners.resident_model import ResidentModel
 from trouper.actors.executor.sampling.sampler import Sampler
 from trouper.actors.executor.steps.batch import make_batch
-from trouper.actors.executor.steps.kv_memory import KVCache
+from trouper.actors.executor.steps.cache_memory import KVCache
 from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.messages.steps import StepPlan
 from trouper.config.engine_config import EngineConfig

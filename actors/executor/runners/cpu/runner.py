@@ -20,16 +20,15 @@ from trouper.actors.executor.media.encoder import MediaEncoder
 from trouper.actors.executor.media.tower import ADVICE
 from trouper.actors.executor.models.decoder import Decoder, plan_keys_of, windows_of
 from trouper.actors.executor.models.families.registry import PREFIX_MODELS
-from trouper.actors.executor.runners.cpu.decoder_pass import DecoderPass
 from trouper.actors.executor.runners.cpu.draft_model import DraftModel
 from trouper.actors.executor.runners.cpu.models import (
     WHOLE_STEP,
+    DecoderPass,
     HfModel,
     NativeModel,
     Share,
     allocate_kv_cache,
 )
-from trouper.actors.executor.runners.cpu.process_resources import give_back_free_memory
 from trouper.actors.executor.runners.cpu.recorded_steps import ForwardOutput
 from trouper.actors.executor.runners.resident_model import Profiler, ResidentModel
 from trouper.actors.executor.sampling.sampler import (
@@ -42,12 +41,19 @@ from trouper.actors.executor.sampling.sampler import (
 from trouper.actors.executor.speculation.drafter import Drafter
 from trouper.actors.executor.steps.adapter_slots import AdapterSlots
 from trouper.actors.executor.steps.batch import Batch, make_batch
-from trouper.actors.executor.steps.kept_memory import KeptMemory
-from trouper.actors.executor.steps.kv_memory import KVCache, kv_layout, num_kv_blocks
+from trouper.actors.executor.steps.cache_memory import (
+    KeptMemory,
+    KVCache,
+    StateBudget,
+    StatePool,
+    kv_layout,
+    num_kv_blocks,
+    num_state_rows,
+)
 from trouper.actors.executor.steps.request_slots import RequestSlots
-from trouper.actors.executor.steps.state_memory import StateBudget, StatePool, num_state_rows
 from trouper.actors.executor.weights.tower import load_tower
 from trouper.actors.messages.steps import PoolPlan, StepDone, StepPlan
+from trouper.actors.runtime.process_resources import give_back_free_memory
 from trouper.config.adapters import AdapterFiles
 from trouper.config.engine_config import EngineConfig
 from trouper.config.speculation import MAX_VERIFIED

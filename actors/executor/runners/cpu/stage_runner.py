@@ -23,7 +23,7 @@ from trouper.actors.executor.models.sharding import OPTION, Shard, model_stages,
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.runners.cpu.models import NativeModel, Share
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
-from trouper.actors.executor.steps.kept_memory import KeptMemory
+from trouper.actors.executor.steps.cache_memory import KeptMemory
 from trouper.actors.executor.worker_links import (
     Link,
     ModelSizes,

@@ -25,10 +25,9 @@ from trouper.actors.executor.models.native_decoder import (
 )
 from trouper.actors.executor.models.sharding import ALONE, ModelPart, Shard
 from trouper.actors.executor.runners.cuda.machine import Machine
-from trouper.actors.executor.runners.cuda.step_inputs import pack
-from trouper.actors.executor.runners.cuda.tables import Layout, TableViews, views
+from trouper.actors.executor.runners.cuda.step_inputs import Layout, TableViews, pack, views
 from trouper.actors.executor.steps.adapter_slots import AdapterSlots
-from trouper.actors.executor.steps.kv_memory import KVCache
+from trouper.actors.executor.steps.cache_memory import KVCache
 from trouper.actors.executor.weights.decoder import Wrap, load_decoder
 from trouper.actors.messages.steps import NewSequence, StepPlan
 from trouper.config.adapters import LoRAConfig

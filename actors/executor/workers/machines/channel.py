@@ -17,13 +17,13 @@ import anyio
 import msgspec
 
 from trouper.actors.executor.worker_links import SharedSizes
+from trouper.actors.executor.workers.launching import Exit
 from trouper.actors.executor.workers.machines.authentication import (
     ANSWER_BYTES,
     ListenerProof,
     WrongKeyError,
 )
 from trouper.actors.executor.workers.wire import TYPES
-from trouper.actors.executor.workers.worker_process import Exit
 
 LENGTH = struct.Struct("<I")
 # Bytes; the largest message is an `Ended` with its lines of stderr.

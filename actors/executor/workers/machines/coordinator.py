@@ -20,6 +20,7 @@ from contextlib import asynccontextmanager
 import anyio
 from anyio.abc import TaskStatus
 
+from trouper.actors.executor.workers.launching import Exit
 from trouper.actors.executor.workers.machines.authentication import (
     PROOF_S,
     UnprovenConnections,
@@ -45,7 +46,6 @@ from trouper.actors.executor.workers.machines.channel import (
     first_message,
     protocol,
 )
-from trouper.actors.executor.workers.worker_process import Exit
 from trouper.actors.runtime.event_loop import Future
 from trouper.errors import DeviceStartError
 

@@ -14,6 +14,7 @@ from functools import partial
 import anyio
 import anyio.to_thread
 
+from trouper.actors.executor.workers.launching import MODULE, Exit
 from trouper.actors.executor.workers.machines.authentication import WrongKeyError, dial
 from trouper.actors.executor.workers.machines.channel import (
     Accepted,
@@ -35,7 +36,6 @@ from trouper.actors.executor.workers.machines.channel import (
 )
 from trouper.actors.executor.workers.machines.worker_group import WorkerGroup
 from trouper.actors.executor.workers.model_files import MachineFacts
-from trouper.actors.executor.workers.worker_process import MODULE, Exit
 from trouper.config.parallel import CLUSTER_KEY, NodesConfig
 from trouper.errors import DeviceStartError, TrouperValidationError, invalid
 

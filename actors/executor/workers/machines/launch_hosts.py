@@ -17,6 +17,7 @@ import anyio.to_thread
 
 from trouper.actors.executor.worker_links import link_ends
 from trouper.actors.executor.workers.launching import (
+    Exit,
     Launcher,
     Peer,
     WorkersLauncher,
@@ -39,7 +40,6 @@ from trouper.actors.executor.workers.machines.worker_group import (
     WorkerGroup,
     outer_links,
 )
-from trouper.actors.executor.workers.worker_process import Exit
 from trouper.config.engine_config import EngineConfig
 from trouper.config.parallel import NodesConfig, cluster_key, is_every_address
 from trouper.errors import DeviceStartError, invalid

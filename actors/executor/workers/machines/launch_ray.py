@@ -19,7 +19,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from trouper.actors.executor.workers.launching import Peer, WorkersLauncher
+from trouper.actors.executor.workers.launching import Exit, Peer, WorkersLauncher
 from trouper.actors.executor.workers.machines.authentication import serve_at
 from trouper.actors.executor.workers.machines.channel import Start
 from trouper.actors.executor.workers.machines.coordinator import Coordinator, listening
@@ -30,7 +30,6 @@ from trouper.actors.executor.workers.machines.launch_hosts import (
 )
 from trouper.actors.executor.workers.machines.worker_group import END_S, WorkerGroup
 from trouper.actors.executor.workers.model_files import MachineFacts
-from trouper.actors.executor.workers.worker_process import Exit
 from trouper.config.engine_config import EngineConfig
 from trouper.config.parallel import NodesConfig
 from trouper.errors import DeviceStartError

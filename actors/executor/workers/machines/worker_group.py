@@ -17,7 +17,14 @@ from time import monotonic
 import anyio
 
 from trouper.actors.executor.worker_links import close_files, create_shared_files, link_ends
-from trouper.actors.executor.workers.launching import CLOSED, READ_BYTES, SEND_BUFFER
+from trouper.actors.executor.workers.launching import (
+    CLOSED,
+    MODULE,
+    READ_BYTES,
+    SEND_BUFFER,
+    Exit,
+    WorkerProcess,
+)
 from trouper.actors.executor.workers.machines.authentication import (
     PROOF_S,
     UnprovenConnections,
@@ -36,7 +43,6 @@ from trouper.actors.executor.workers.machines.channel import (
     first_message,
 )
 from trouper.actors.executor.workers.wire import MAX_FRAME, read_inline
-from trouper.actors.executor.workers.worker_process import MODULE, Exit, WorkerProcess
 from trouper.errors import DeviceStartError
 
 # Seconds for all other machines to dial.
