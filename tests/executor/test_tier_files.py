@@ -401,8 +401,9 @@ def test_length_that_chooses_rotary_factors_is_named(tmp_path):
     }  # fmt: skip
     model.mkdir()
     spaces = []
-    for scaling in (None, rope):
-        (model / "config.json").write_text(json.dumps({**fields, "rope_scaling": scaling}))
+    # The second config only mentions the field's name.
+    for more in ({}, {"id2label": {"0": "long_factor"}}, {"rope_scaling": rope}):
+        (model / "config.json").write_text(json.dumps({**fields, **more}))
         for length in (64, 128):
             args = EngineArgs(
                 str(model),
@@ -413,7 +414,8 @@ def test_length_that_chooses_rotary_factors_is_named(tmp_path):
             )
             spaces.append(tier_space.find_space(resolve(args), 0, 1))
     assert spaces[0] == spaces[1]
-    assert len(set(spaces)) == 3
+    assert spaces[2] == spaces[3]
+    assert len(set(spaces)) == 4
 
 
 @pytest.mark.parametrize(

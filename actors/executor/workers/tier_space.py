@@ -21,6 +21,7 @@ import torch
 from trouper.actors.executor.steps.tier_files import RefusedError, TierDisk
 from trouper.actors.executor.workers.model_files import weight_files
 from trouper.actors.runtime.process_resources import num_physical_cores
+from trouper.config.checkpoint.hf_config import rope_groups
 from trouper.config.engine_config import EngineConfig
 from trouper.kernels.codegen import choice
 from trouper.kernels.select import this_processor
@@ -61,13 +62,13 @@ def find_space(config: EngineConfig, worker: int, num_threads: int) -> bytes:
         num_threads: of the computation, for a model that is not tiny.
     """
     assert config.tier is not None
+    models = [model for model in (config.model, config.draft_model) if model]
     facts = [
         _without(config, NOT_SHAPING),
-        [_without(m, NOT_SHAPING_OF_MODEL) for m in (config.model, config.draft_model) if m],
+        [_without(model, NOT_SHAPING_OF_MODEL) for model in models],
         None if config.media is None else _without(config.media, NOT_SHAPING_OF_MEDIA),
         config.seed if config.load_format == "dummy" else None,
-        # LongRoPE has other factors for an engine of long sequences, also in the short ones.
-        config.max_model_len if "long_factor" in repr(config.model.hf_config) else None,
+        config.max_model_len if any(_has_long_factors(m.hf_config) for m in models) else None,
         _digests(weight_files(config), Path(config.tier.folder) / "weights.json"),
         # The part of a worker depends on what all of them compute.
         [config.num_stages, worker, [num_physical_cores(cpus) for cpus in config.cpu_bind or ()]],
@@ -77,6 +78,14 @@ def find_space(config: EngineConfig, worker: int, num_threads: int) -> bytes:
     ]
     text = msgspec.json.encode(facts, order="deterministic", enc_hook=repr)
     return hashlib.sha256(text).digest()[:16]
+
+
+def _has_long_factors(config: dict[str, Any]) -> bool:
+    """Check for LongRoPE, which rotates keys by other factors in an engine of long sequences, also in short ones.
+
+    The factors show it, because Phi-3 calls this kind of rope `su` or `yarn`.
+    """
+    return any(rope.get("long_factor") for rope in rope_groups(config))
 
 
 def _without(struct: msgspec.Struct, names: frozenset[str]) -> dict[str, Any]:

@@ -115,6 +115,12 @@ def is_grouped(ropes: Fields) -> bool:
     return bool(ropes) and all(isinstance(each, dict) for each in ropes.values())
 
 
+def rope_groups(config: Fields) -> list[Fields]:
+    """Return the rope parameters of a flat config: one object, or one for each kind of layer."""
+    ropes = cast("Fields", config.get(ROPE) or config.get(OLD_ROPE) or {})
+    return list(ropes.values()) if is_grouped(ropes) else [ropes]
+
+
 def _stretched(own: Fields, wish: Any) -> Any:
     """Apply an override to a scaling of positions: field by field for the same kind, as a whole for another kind."""
     if wish is None:
