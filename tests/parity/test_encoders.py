@@ -646,6 +646,14 @@ def test_modules_in_front_of_the_pooling_are_refused(kinds, word, tmp_path):
         run(tmp_path, "embed")
 
 
+@pytest.mark.parametrize(
+    ("field", "given"), [("norm_rel_ebd", "no_layer_norm"), ("pos_att_type", "p2c|c2pp")]
+)
+def test_words_that_only_contain_a_known_one_are_refused(field, given):
+    with pytest.raises(UnsupportedFeatureError, match=f"{field}='{given[:3]}"):
+        encoder_traits({**SMALL, "relative_attention": True, field: given}, "DebertaV2Model")
+
+
 @pytest.mark.parametrize("name", ["BertGenerationEncoder"])
 def test_names_that_only_begin_alike_are_refused(name):
     with pytest.raises(UnsupportedFeatureError, match=f"{name}: "):

@@ -264,6 +264,10 @@ def test_half_of_a_fused_matrix_may_be_plain(tmp_path):
             "packing_format",
         ),
         (
+            {"quant_method": "auto-round", "bits": 4, "backend": "gptqmodel:awq_marlin"},
+            "packing_format",
+        ),
+        (
             {"quant_method": "auto-round", "bits": 2, "packing_format": "auto_round:auto_gptq"},
             "bits",
         ),

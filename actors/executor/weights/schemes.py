@@ -107,9 +107,11 @@ def _gptq(config: Mapping[str, Any]) -> Scheme:
 def _auto_round(config: Mapping[str, Any]) -> Scheme:
     packing = config.get("packing_format") or config.get("backend") or "auto_round:auto_gptq"
     kind: Literal["gptq", "awq"]
-    if "gptq" in str(packing):
+    # A backend, which older files name instead, may be `auto_round:gptq:exllamav2`.
+    words = set(str(packing).split(":"))
+    if words & {"auto_gptq", "gptq"}:
         kind = "gptq"
-    elif "awq" in str(packing):
+    elif words & {"auto_awq", "awq"}:
         kind = "awq"
     else:
         raise unsupported("packing_format", f"{packing!r}; auto_round:auto_gptq and auto_awq are")

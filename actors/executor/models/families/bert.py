@@ -3,6 +3,8 @@
 Each function reads the config of one family.  Which biases and norms there are, the checkpoint shows.
 """
 
+from typing import Any, cast
+
 import msgspec
 
 from trouper.actors.executor.models.encoder_traits import (
@@ -234,6 +236,22 @@ def mpnet(config: HfConfig) -> EncoderTraits:
     )
 
 
+def _listed(config: HfConfig, field: str, *known: str) -> set[str]:
+    """Read a field that is a list, or a text with `|` between the items.
+
+    Raises:
+
+        UnsupportedFeatureError: an unknown item.
+    """
+    given: Any = config.get(field) or ()
+    parts = given.lower().split("|") if isinstance(given, str) else cast("list[Any]", given)
+    found = {str(part).strip() for part in parts}
+    if others := found - set(known):
+        rule = f"{field}={given!r}: {min(others)!r} is not one of {', '.join(known)}"
+        raise UnsupportedFeatureError(rule)
+    return found
+
+
 def deberta_v2(config: HfConfig) -> EncoderTraits:
     """Read the config of DeBERTa v2 and v3, which differ only in its values.
 
@@ -252,8 +270,8 @@ def deberta_v2(config: HfConfig) -> EncoderTraits:
     most = config.get("max_relative_positions") or -1
     most = require(config, "max_position_embeddings") if most < 1 else int(most)
     num_buckets = max(0, int(config.get("position_buckets") or -1))
-    kinds = config.get("pos_att_type") or ()
-    norms_table = "layer_norm" in str(config.get("norm_rel_ebd") or "none").lower()
+    kinds = _listed(config, "pos_att_type", "c2p", "p2c")
+    norms_table = "layer_norm" in _listed(config, "norm_rel_ebd", "layer_norm", "none")
     shares = bool(config.get("share_att_key"))
     act = config.get("pooler_hidden_act") or "gelu"
     if act not in (*ACTS, "tanh"):

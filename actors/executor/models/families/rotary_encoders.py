@@ -95,7 +95,7 @@ def nomic(config: HfConfig) -> EncoderTraits:
     experts = nomic_experts(config)
     if config.get("prenorm") or config.get("rotary_emb_interleaved"):
         raise UnsupportedFeatureError("prenorm and interleaved rotary are not supported")
-    is_gated = "glu" in str(config.get("activation_function") or "swiglu")
+    is_gated = (config.get("activation_function") or "swiglu") in ("geglu", "glu", "swiglu")
     return common_traits(
         config,
         names=EncoderNames(
