@@ -1,11 +1,26 @@
-"""anthropic: messages, streams, tools, tokens counted beforehand."""
+"""anthropic: messages, streams, tools, a loop of tools, tokens counted beforehand."""
 
 import sys
 
-from anthropic import Anthropic
+from anthropic import Anthropic, beta_tool
 
 HI = [{"role": "user", "content": "Do you like Python?"}]
 TOOL = {"name": "vote", "input_schema": {"type": "object", "properties": {"answer": {"enum": ["yes", "no"]}}, "required": ["answer"], "additionalProperties": False}}  # fmt: skip
+
+
+@beta_tool
+def echo(answer: bool) -> str:
+    """Repeat an answer."""
+    return str(answer)
+
+
+def check_tool_runner(client, model):
+    """The client runs the tool and sends its result, which with this choice gives another call."""
+    choice = {"type": "tool", "name": "echo"}
+    runner = client.beta.messages.tool_runner(
+        model=model, max_tokens=64, messages=HI, tools=[echo], tool_choice=choice, max_iterations=3
+    )
+    assert [message.stop_reason for message in runner] == ["tool_use"] * 3
 
 
 def main(url, pooling_url):
@@ -26,6 +41,7 @@ def main(url, pooling_url):
     )
     (use,) = (block for block in called.content if block.type == "tool_use")
     assert use.input["answer"] in ("yes", "no")
+    check_tool_runner(client, model)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,17 @@ def text(content):
     return {"type": "text", "text": content}
 
 
+# Blocks other than `text` that hold text, and what the model reads.
+TEXTS = [
+    ({"type": "document", "title": "T", "context": "c", "citations": {"enabled": False},
+      "source": {"type": "text", "media_type": "text/plain", "data": "d"}}, "T\nc\nd"),
+    ({"type": "document", "source": {"type": "content", "content": "d"}}, "d"),
+    ({"type": "document", "source": {"type": "content", "content": [text("d"), text("e")]}}, "d\ne"),
+    ({"type": "search_result", "title": "T", "source": "https://a", "content": [text("d")]}, "T\nhttps://a\nd"),
+    ({"type": "tool_reference", "tool_name": "f"}, "The tool f is available."),
+]  # fmt: skip
+
+
 def input_of(usage):
     """All tokens of the prompt, which the API counts in three parts."""
     cached = usage["cache_read_input_tokens"] + usage["cache_creation_input_tokens"]
@@ -176,6 +187,42 @@ class TestInMemory:
         reply = (await says(CALL[:-4], finish_reason="length").post(PATH, WITH_TOOL)).json
         assert reply["stop_reason"] == "max_tokens"
         assert reply["content"][0]["input"] == {"INVALID_JSON": '{"a":'}
+
+    @pytest.mark.parametrize(
+        "end",
+        ["", [], [text("")], [{"type": "redacted_thinking", "data": "x"}]],
+        ids=["text", "list", "block", "redacted"],
+    )
+    async def test_empty_end_of_assistant_is_dropped(self, asked, end):
+        messages = [*HI, {"role": "assistant", "content": end}]
+        _, (prompt, *_) = await asked({**GREEDY, "messages": messages})
+        assert prompt["messages"] == HI
+        assert not prompt.get("continue_final_message")
+
+    async def test_empty_turn_of_the_assistant_is_skipped(self, asked):
+        messages = [*HI, {"role": "assistant", "content": []}, *HI]
+        _, (prompt, *_) = await asked({**GREEDY, "messages": messages})
+        assert {message["role"] for message in prompt["messages"]} == {"user"}
+
+    @pytest.mark.parametrize(("block", "wanted"), TEXTS, ids=[each["type"] for each, _ in TEXTS])
+    async def test_block_of_text_in_another_form_is_read(self, asked, block, wanted):
+        content = [block, text("so?")]
+        _, (prompt, *_) = await asked(
+            {**GREEDY, "messages": [{"role": "user", "content": content}]}
+        )
+        assert prompt["messages"][0]["content"][0] == text(wanted)
+        results = {"role": "user", "content": [{**RESULT, "content": [block]}]}
+        _, (prompt, *_) = await asked({**WITH_TOOL, "messages": [*HI, CALLED, results]})
+        assert prompt["messages"][-1]["content"] == wanted
+
+    async def test_new_thread_is_a_whole_conversation(self, client):
+        wanted = (await client.post(PATH, GREEDY)).json
+        reply = (await client.post(PATH, {**GREEDY, "thread": {"type": "create"}})).json
+        assert reply["content"] == wanted["content"]
+        thread = {"type": "continue", "previous_message_id": reply["id"]}
+        answer = await client.post(PATH, {**GREEDY, "thread": thread})
+        assert answer.status == 404
+        assert answer.error["details"] == {"error_code": "thread_not_found"}
 
     async def test_calls_and_their_results_go_back_into_conversation(self, says):
         client = says("two")
@@ -348,8 +395,15 @@ class TestInMemory:
             ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
             *(
                 ({"messages": [{"role": "user", "content": [{"type": kind}]}]}, "messages[0].content[0].type")
-                for kind in ("document", "tool_use", "thinking", "server_tool_use", "what", None, {})
+                for kind in ("tool_use", "thinking", "server_tool_use", "what", None, {})
             ),
+            ({"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "base64", "data": "x"}}]}]}, "messages[0].content[0].source.type"),
+            ({"messages": [{"role": "user", "content": [{**TEXTS[0][0], "citations": {"enabled": True}}]}]}, "messages[0].content[0].citations"),
+            ({"messages": [{"role": "user", "content": [{**TEXTS[0][0], "title": 3}]}]}, "messages[0].content[0].title"),
+            ({"messages": [{"role": "user", "content": [{**TEXTS[3][0], "title": None}]}]}, "messages[0].content[0].title"),
+            ({"messages": [{"role": "user", "content": [{**TEXTS[1][0], "source": {"type": "content", "content": [{"type": "image"}]}}]}]}, "source.content[0].type"),
+            ({"messages": [*HI, {"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]}]}, "messages[1].content: "),
+            ({"thread": {"type": "fork"}}, "thread.type: "),
             ({"system": [{"type": "image"}]}, "system[0].type"),
             ({"system": 3}, "system"),
             ({"max_tokens": 0}, "max_tokens"),

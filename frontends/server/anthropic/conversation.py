@@ -24,7 +24,12 @@ from trouper.frontends.server.generation.request_fields import ResponseFormat, S
 from trouper.frontends.server.generation.transcript import Transcript, seal, unseal
 from trouper.frontends.server.openai.requests import ChatRequest, DerivedChat
 from trouper.frontends.server.shared import fields
-from trouper.frontends.server.shared.errors import NO_TOOLS, unsupported
+from trouper.frontends.server.shared.errors import (
+    NO_TOOLS,
+    THREAD_NOT_FOUND,
+    HTTPError,
+    unsupported,
+)
 
 JSONObject = dict[str, Any]
 DELTAS = {
@@ -107,6 +112,8 @@ class CountTokensRequest(SamplingFields, kw_only=True):
     output_config: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     context_management: Any = None
+    # A new thread asks the server to keep the conversation; the client still has it all.
+    thread: dict[str, Any] | None = None
 
     def put_back(self, strings: dict[str, memoryview]) -> None:
         """Replace placeholders of images, also of those in results of tools, by their bytes, taken out of `strings`."""
@@ -137,13 +144,14 @@ def _put_back_blocks(content: Any, strings: dict[str, memoryview]) -> None:
                 pass
 
 
-NO_DOCUMENTS = "send text, and each page as an image"
+IN_USER = "can be in messages of the user and in results of tools"
 NOT_BUILT = {
-    "image": "images can be in messages of the user and in results of tools",
-    "document": NO_DOCUMENTS,
-    "search_result": NO_DOCUMENTS,
+    "image": f"images {IN_USER}",
+    "document": f"documents {IN_USER}",
+    "search_result": f"search results {IN_USER}",
     "server_tool_use": NO_TOOLS,
 }
+NO_FILES = "send its text as a source of type text, or each page as an image"
 ROLES = ("user", "assistant", "system")
 # Claude Code puts a line with this name in front of its system prompt.  The line is meant for the biller and changes
 # from request to request, so with it no two prompts would share a prefix.
@@ -159,17 +167,22 @@ def chat_of(request: CountTokensRequest, transcript: Transcript) -> ChatRequest:
     Consecutive messages of one role become one message.  A last message of the assistant is the start of the reply.
 
     Raises:
-        TrouperValidationError, UnsupportedFeatureError: a field is invalid; the error names it.
+        TrouperValidationError, UnsupportedFeatureError, HTTPError: a field is invalid; the error names it.
     """
     if not request.messages:
         raise invalid("messages", "must not be empty")
+    _check_thread(request.thread or {})
     _add_messages(transcript, request)
     tools = chat_tools(request.tools)
     choice = request.tool_choice or {}
     fields = request.shared()
     if isinstance(request, MessagesRequest):
         fields |= {"max_tokens": request.max_tokens, "stop": request.stop_sequences}
-    if transcript.messages[-1]["role"] == "assistant":
+    last = transcript.messages[-1]
+    if last["role"] == "assistant":
+        if not last.get("content"):
+            place = transcript.client_name(f"messages[{len(transcript.messages) - 1}]")
+            raise invalid(f"{place}.content", "must have text, which the answer continues")
         fields |= {"add_generation_prompt": False, "continue_final_message": True}
     response_format = _response_format(request)
     if response_format is not None and fields.get("structured_outputs") is not None:
@@ -183,6 +196,18 @@ def chat_of(request: CountTokensRequest, transcript: Transcript) -> ChatRequest:
         parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None,
         **fields | _thinking(request),
     )
+
+
+def _check_thread(thread: JSONObject) -> None:
+    """Refuse to continue a conversation that the server would have to keep.  Clients then send all messages."""
+    match thread.get("type"):
+        case None | "create":
+            pass
+        case "continue":
+            rule = "this server keeps no conversations; send all messages"
+            raise HTTPError(404, THREAD_NOT_FOUND, rule, param="thread")
+        case kind:
+            raise invalid("thread.type", "must be create or continue", kind)
 
 
 def _thinking(request: CountTokensRequest) -> JSONObject:
@@ -240,9 +265,12 @@ def _add_messages(transcript: Transcript, request: CountTokensRequest) -> None:
         if role == "system":
             transcript.append(place, "system", _texts(f"{place}.content", content))
             continue
+        if role == "assistant" and content == []:
+            continue
         for where, block in _blocks(f"{place}.content", content):
             add = _add_to_user if role == "user" else _add_to_assistant
             add(transcript, place, where, block)
+    transcript.drop_empty_end()
     if not transcript.messages:
         raise invalid("messages", "must contain something that this model can read")
     transcript.place_images()
@@ -359,9 +387,69 @@ def _parts(place: str, content: object) -> list[JSONObject]:
 
 
 def _part(place: str, block: JSONObject) -> JSONObject:
-    """Convert a block of text or an image to a part of a chat."""
-    if block.get("type") != "image":
-        return _text(place, block)
+    """Convert a block to a part of a chat: an image, or the text of any other block."""
+    match block.get("type"):
+        case "image":
+            return _image(place, block)
+        case "document":
+            text = _document(place, block)
+        case "search_result":
+            _no_citations(place, block)
+            found = _strings(place, block, ("title", "source"), is_required=True)
+            text = "\n".join([*found, _joined(f"{place}.content", block.get("content"))])
+        case "tool_reference":
+            # All tools are in the prompt, also those that the client wanted to be loaded later.
+            (name,) = _strings(place, block, ("tool_name",), is_required=True)
+            text = f"The tool {name} is available."
+        case _:
+            return _text(place, block)
+    return {"type": "text", "text": text}
+
+
+def _document(place: str, block: JSONObject) -> str:
+    """Return the title, context and text of a document.  Raises UnsupportedFeatureError for files."""
+    _no_citations(place, block)
+    given: Any = block.get("source")
+    source = cast("JSONObject", given) if isinstance(given, dict) else {}
+    match source.get("type"):
+        case "text":
+            (text,) = _strings(f"{place}.source", source, ("data",), is_required=True)
+        case "content":
+            text = _joined(f"{place}.source.content", source.get("content"))
+        case "base64" | "url" | "file" as kind:
+            raise unsupported(f"{place}.source.type", NO_FILES, kind)
+        case kind:
+            raise invalid(f"{place}.source.type", "must be text or content", kind)
+    return "\n".join([*_strings(place, block, ("title", "context"), is_required=False), text])
+
+
+def _no_citations(place: str, block: JSONObject) -> None:
+    match block.get("citations"):
+        case {"enabled": True}:
+            raise unsupported(f"{place}.citations", "answers have no citations; leave it out")
+        case _:
+            pass
+
+
+def _strings(
+    place: str, block: JSONObject, names: tuple[str, ...], *, is_required: bool
+) -> list[str]:
+    """Return members of a block that must be strings, without the missing ones."""
+    found: list[str] = []
+    for name in names:
+        value = block.get(name)
+        if isinstance(value, str):
+            found.append(value)
+        elif is_required or value is not None:
+            raise invalid(f"{place}.{name}", "must be a string")
+    return found
+
+
+def _joined(place: str, content: object) -> str:
+    return "\n".join(each["text"] for each in _texts(place, content))
+
+
+def _image(place: str, block: JSONObject) -> JSONObject:
     given: Any = block.get("source")
     source = cast("JSONObject", given) if isinstance(given, dict) else {}
     match source.get("type"):

@@ -39,6 +39,7 @@ from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import (
     MAX_MESSAGE,
     MAX_PARAM,
+    THREAD_NOT_FOUND,
     ErrorBody,
     ErrorForm,
     clean,
@@ -261,7 +262,10 @@ def _render(problem: ErrorBody, request_id: str) -> dict[str, Any]:
         message = f"{TOO_LONG}{shown}; {message}"
     if problem.param is not None and problem.param not in message:
         message = f"{clean(problem.param, MAX_PARAM)}: {message}"
-    error = {"type": TYPES.get(problem.status, OTHERS), "message": clean(message, MAX_MESSAGE)}
+    kind = TYPES.get(problem.status, OTHERS)
+    error: JSONObject = {"type": kind, "message": clean(message, MAX_MESSAGE)}
+    if problem.code == THREAD_NOT_FOUND:
+        error["details"] = {"error_code": problem.code}
     return {"type": "error", "error": error, "request_id": request_id}
 
 

@@ -172,6 +172,15 @@ class Transcript:
         for where, part in images:
             self.add_part(where, "user", where, part)
 
+    def drop_empty_end(self) -> None:
+        """Drop the last message if it is an empty one of the assistant, which starts no answer."""
+        last = self.messages[-1] if self.messages else {}
+        if last.keys() != {"role", "content"} or last["role"] != "assistant":
+            return
+        if not any(part["text"] for part in last["content"]):
+            del self.messages[-1], self._places[-1]
+            self._part_places.pop(len(self.messages), None)
+
     def client_name(self, parameter: str) -> str:
         """Translate `messages[i]…`, a place in the chat, to the client's name of that place.
 

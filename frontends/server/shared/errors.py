@@ -265,6 +265,8 @@ def _retry(wait_s: float = 1.0) -> Headers:
     )
 
 
+# Anthropic's code for a thread that the server does not have.
+THREAD_NOT_FOUND = "thread_not_found"
 NO_MEDIA = "send text only"
 NO_TOOLS = "describe the functions in a message and parse the answer"
 NO_MEMORY = (

@@ -217,6 +217,7 @@ OF_MESSAGES = {
     "output_config": USE_FORMAT,
     "thinking": USE_TEMPLATE,
     "context_management": "send fewer messages; a conversation is never shortened here",
+    "thread": "send the whole conversation with every request",
 }
 OF_CHAT = dict.fromkeys(
     ("tools", "tool_choice", "parallel_tool_calls", "chat_template", "chat_template_kwargs",
@@ -303,7 +304,6 @@ MESSAGES = Others(
         "mcp_servers": NO_TOOLS,
         "container": NO_TOOLS,
         "compaction": "ask for a summary in a message",
-        "thread": "send the whole conversation with every request",
     },
     {
         **HARMLESS,
