@@ -177,11 +177,12 @@ async def _run_actors(
         ends.enter_context(media_renderer_inbox)
         ends.enter_context(to_fetcher)
         ends.enter_context(fetcher_inbox)
-        # Each executor gets the plans in flight; one call at a time from the lifecycle, for an adapter, from a probe and from the
-        # scheduler; two grammars to prepare, one of them ordered before the device was lost; and the orders to the tier.
+        # Each executor gets the plans in flight, a grammar to prepare and the orders to the tier, and also those that were sent
+        # before the device was lost, if a call has held them up; and one call at a time from the lifecycle, for an adapter, from a
+        # probe and from the scheduler.
         for _ in devices:
             to_executor, executor_inbox = anyio.create_memory_object_stream[ExecutorInbox](
-                credits + 6 + MAX_ORDERS
+                2 * (credits + 1 + MAX_ORDERS) + 4
             )
             to_executors.append(ends.enter_context(to_executor))
             executor_inboxes.append(ends.enter_context(executor_inbox))

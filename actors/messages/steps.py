@@ -256,16 +256,19 @@ class TierOrder(msgspec.Struct, frozen=True):
         store: write a block, which no plan changes until the answer.
         fetch: read these blocks, in order, and stop at the first one that is not there.  No plan uses their memory until the answer.
         touch: note a use of the last of a chain of blocks, so that the chain is removed later than others.
+        remove: remove the file of a state with which a step has failed.
         cancel: forget all orders before this one, at once.  They neither read nor write the memory of a block any more.
         clear: forget them as well, and remove the files of this model.
     """
 
     number: int
-    kind: Literal["store", "fetch", "touch", "cancel", "clear"]
+    kind: Literal["store", "fetch", "touch", "remove", "cancel", "clear"]
     blocks: tuple[int, ...] = ()
     names: tuple[bytes, ...] = ()
     # The name of the block before a stored one, or of the block of a stored state.  Empty for the first block of a sequence.
     parent: bytes = b""
+    # Counts losses of the device.  After a loss the device refuses orders of the old epoch, whose blocks may hold other tokens by now.
+    epoch: int = 0
 
 
 class TierAnswer(msgspec.Struct, frozen=True):

@@ -35,6 +35,7 @@ from trouper.actors.messages.steps import (
     NewSequence,
     Sampling,
     StepDone,
+    StepFailed,
     StepPlan,
 )
 from trouper.actors.rendering.grammar.matchers import ReceivedGrammars
@@ -320,6 +321,27 @@ def test_vocabulary_goes_before_first_grammar_to_each_worker_group():
         assert isinstance(await device.receive(), DeviceBack)
         device.submit(plan(4, epoch=1, grammar=grammar))
         assert [type(f) for f in launcher.peers[-1].taken[1:]] == [Vocabulary, StepPlan]
+
+    run(act)
+
+
+@pytest.mark.parametrize("num_failures", [0, 1])
+def test_plan_from_before_a_loss_is_dropped(num_failures):
+    """A call may hold it up until the device is back, also if the device had no plan when it was lost."""
+
+    async def act():
+        device = make_device(launcher := FakeLauncher())
+        await device.load()
+        for step in range(num_failures):
+            device.submit(plan(step))
+            launcher.peers[-1].write(StepFailed(step, "no memory"))
+            assert isinstance(await device.receive(), StepFailed)
+        launcher.peers[-1].hang_up()
+        assert isinstance(await device.receive(), DeviceLost)
+        assert isinstance(await device.receive(), DeviceBack)
+        device.submit(plan(5, epoch=num_failures))
+        device.submit(later := plan(6, epoch=num_failures + 1))
+        assert launcher.peers[-1].taken[1:] == [later]
 
     run(act)
 

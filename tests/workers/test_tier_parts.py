@@ -299,6 +299,10 @@ def test_device_joins_answers_and_forgets_them_with_its_workers():
         assert isinstance(await device.receive(), DeviceLost)
         assert isinstance(await device.receive(), DeviceBack)
         assert (await device.receive()).is_anew
+        # Held up by a slow call, it comes too late.
+        device.order_tier(TierOrder(7, "store", (1,), (A,)))
+        device.order_tier(later := TierOrder(8, "fetch", (1,), (A,), epoch=1))
+        assert [f for f in launcher.peers[-1].taken if isinstance(f, TierOrder)] == [later]
         launcher.peers[-1].write(TierAnswer(6, 1), TierAnswer(0, added=(B,)))
         found = await device.receive()
         assert (found.number, found.added) == (0, ())

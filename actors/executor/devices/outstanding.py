@@ -42,6 +42,7 @@ class SubmittedPlan(msgspec.Struct, frozen=True):
     """
 
     step: int
+    epoch: int
     num_tokens: int
     num_requests: int
     submitted_s: float
@@ -54,7 +55,7 @@ class SubmittedPlan(msgspec.Struct, frozen=True):
         else:
             num_tokens = sum(len(entry.token_ids) for entry in plan.entries)
             num_requests = len(plan.entries)
-        return cls(plan.step, num_tokens, num_requests, now)
+        return cls(plan.step, plan.epoch, num_tokens, num_requests, now)
 
 
 # Calls with a deadline. Writing a trace may take any time.

@@ -126,7 +126,10 @@ class ProcessDevice:
         self._info: DeviceInfo | None = None
         self._plans: deque[SubmittedPlan] = deque()  # at most `max_steps_in_flight`
         self._last_answer_s = -math.inf
-        self._last_epoch = self._lost_epoch = -1
+        # The scheduler's epoch when it has received all events of this device, and the last epoch that is void.
+        self._last_epoch, self._lost_epoch = 0, -1
+        # The scheduler receives each loss, so its orders to the tier count them, too.
+        self._num_losses = 0
         self._calls = OpenCalls()
         self._restored = RestoredState(files)
         self._kept = KeptFiles(config)
@@ -178,7 +181,6 @@ class ProcessDevice:
         is_void = self._state is not WorkerState.UP or plan.epoch <= self._lost_epoch
         self._last_epoch = max(self._last_epoch, plan.epoch)
         if is_void:
-            self._lost_epoch = self._last_epoch
             return
         self._plans.append(SubmittedPlan.of(plan, anyio.current_time()))
         if isinstance(plan, StepPlan) and self._vocabulary is None:
@@ -198,8 +200,11 @@ class ProcessDevice:
             send_to_all(self._workers, order)
 
     def order_tier(self, order: TierOrder) -> None:
-        """Send an order to the tier of each worker. It is dropped if the workers were lost: the scheduler has forgotten it."""
-        if self._state is WorkerState.UP:
+        """Send an order to the tier of each worker.
+
+        An order that was given before the scheduler received a loss is dropped: the scheduler has forgotten it.
+        """
+        if self._state is WorkerState.UP and order.epoch == self._num_losses:
             send_to_all(self._workers, order)
 
     def _send_vocabulary(self, grammar: Grammar | None) -> None:
@@ -462,6 +467,8 @@ class ProcessDevice:
 
     def _note_result(self, result: StepResult) -> StepResult:
         plan = self._plans.popleft()
+        if isinstance(result, StepFailed):
+            self._last_epoch = max(self._last_epoch, plan.epoch + 1)
         now = anyio.current_time()
         seconds = now - max(plan.submitted_s, self._last_answer_s)
         self._deadlines.note(plan.num_tokens, seconds)
@@ -501,6 +508,8 @@ class ProcessDevice:
         """Record a loss: open calls fail and plans in flight are dropped."""
         self._lost_s = anyio.current_time()
         self._lost_epoch = self._last_epoch
+        self._last_epoch += 1
+        self._num_losses += 1
         num_suspects = self._plans[0].num_requests if self._plans else 0
         self._plans.clear()
         self._calls.fail_all(

@@ -332,6 +332,8 @@ class TierThread:
                 return len(order.blocks)
             case "touch":
                 folder.touch(order.names[0])
+            case "remove":
+                folder.remove(order.names[0])
             case "clear":
                 folder.clear()
                 self._is_anew = True
