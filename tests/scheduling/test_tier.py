@@ -84,7 +84,7 @@ class World:
         self.frames, self.answers, self.thread = deque(), deque(), deque()
         self.num_unanswered = 0
         self.outputs, self.admits = {}, {}
-        self.is_lost = False
+        self.num_losses = 0
         self.news = [TierAnswer(0, is_anew=True, added=tuple(self.files))]
 
     def admit(self, prompt, **params):
@@ -116,6 +116,8 @@ class World:
     def compute(self):
         """The device takes its next frame."""
         frame = self.frames.popleft()
+        if isinstance(frame, TierOrder) and frame.epoch != self.num_losses:
+            return
         if not isinstance(frame, TierOrder):
             tokens = tuple(self.device.run(frame))
             self.answers.append(StepDone(frame.step, tokens, seconds=0.01))
@@ -146,6 +148,8 @@ class World:
                 num_done += 1
         elif order.kind == "clear":
             self.files.clear()
+        elif order.kind == "remove":
+            self.files.pop(order.names[0], None)
         self.answers.append(
             TierAnswer(order.number, num_done, 0.001, order.kind == "clear", added, removed)
         )
@@ -163,7 +167,9 @@ class World:
             self.policy.apply(found)
 
     def lose(self, *, keeps_memory):
-        self.frames.clear()
+        self.num_losses += 1
+        # A call may hold up orders until the device is back.
+        self.frames = deque(frame for frame in self.frames if isinstance(frame, TierOrder))
         self.answers.clear()
         self.thread.clear()
         self.num_unanswered = 0
@@ -374,6 +380,25 @@ def test_distrusted_state_is_not_fetched_again():
     assert world.policy.statistics().prefix_cache_hits == 0
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_file_of_a_distrusted_state_is_removed(is_lost):
+    world = World(1, run_one(PROMPT, num_rows=8).files, num_rows=8)
+    settle(world)
+    for name in [name for name in world.files if is_state(name)]:
+        world.tier.distrust(name[:-1])
+    if is_lost:
+        world.turn()
+        world.lose(keeps_memory=False)
+    settle(world)
+    assert states_in(world.files) == []
+    assert not any(map(is_state, world.tier._known))
+    # States of the same blocks that are computed later are stored again.
+    world.admit(PROMPT)
+    world.finish()
+    settle(world)
+    assert states_in(world.files) == [12, 14]
+
+
 def test_prompt_is_fetched_after_a_restart():
     first = run_one(PROMPT)
     assert first.tier.counts["stored"] == 7
@@ -499,6 +524,13 @@ def every_page_counts(answer):
     return TierAnswer(answer.number, 99, answer.seconds, answer.is_anew, answer.added)
 
 
+class EveryEpoch(int):
+    """An epoch with which no device refuses an order."""
+
+    def __ne__(self, other):
+        return False
+
+
 BUGS = {
     "fetched page offered before its answer": (
         "_next_fetch", lambda right: lambda self: offered_before_its_answer(self, right(self))
@@ -508,6 +540,9 @@ BUGS = {
     ),
     "cancel is not sent": ("take_cancel", lambda right: lambda self: right(self) and []),
     "no deadline": ("expire", lambda right: lambda self, now: None),
+    "orders from before a loss are performed": (
+        "_order", lambda right: lambda self, *given: msgspec.structs.replace(right(self, *given), epoch=EveryEpoch())
+    ),
     "pages are not given back": ("cancel", lambda right: lambda self: False),
     "waiting sequences are forgotten with the device": (
         "lose", lambda right: lambda self: (self._sought.clear(), right(self))

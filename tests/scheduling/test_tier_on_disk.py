@@ -212,6 +212,20 @@ def without_time_and_threads(monkeypatch):
     monkeypatch.setattr(tier_thread, "threading", SimpleNamespace(**parts))
 
 
+def test_order_to_remove_leaves_no_file(tmp_path):
+    (tmp_path / SPACE.hex()).mkdir()
+    world = DiskWorld(1, tmp_path, 40)
+    settle(world)
+    world.admit(list(range(2, 15)))
+    world.finish()
+    settle(world)
+    path = max(blocks_in(tmp_path))
+    world.tier._distrusted[bytes.fromhex(path.name.partition(".")[0])] = None
+    settle(world)
+    assert path not in blocks_in(tmp_path)
+    assert not world.tier._distrusted
+
+
 def test_no_fault_of_a_disk_changes_a_token(tmp_path):
     assert sum(play_lives(seed, tmp_path / str(seed)) for seed in range(12)) > 20
 

@@ -171,6 +171,7 @@ def check_tier(policy: Policy, device: Any) -> None:
     fetch = tier._fetch
     wanted = tier._stores.keys() | tier._touches
     wanted |= {fetch.number} if fetch is not None else set()
+    wanted |= {tier._removal} if tier._removal else set()
     wanted |= {tier._barrier.number} if tier._barrier is not None else set()
     require(wanted <= device.tier.open, "the device has no such order", wanted, device.tier.open)
     if tier._pending is None and tier._barrier is None:

@@ -33,8 +33,10 @@ MAX_FETCH = 32
 MAX_SOUGHT = 256
 # Touches without an answer.  Later ones are dropped, because they only improve the order of removal.
 MAX_TOUCHES = 2
-# The orders without an answer: stores, touches, a fetch, and one to cancel.
-MAX_ORDERS = MAX_STORES + MAX_TOUCHES + 2
+# States to remove.  Later ones stay on the disk, but are not fetched by this engine.
+MAX_DISTRUSTED = 256
+# The orders without an answer: stores, touches, a removal, a fetch, and one to cancel.
+MAX_ORDERS = MAX_STORES + MAX_TOUCHES + 3
 # A tenth of the free blocks, but at least this many, stays for sequences.
 RESERVE = 2
 # The deadline of a fetch in seconds while the rates of the disk and of the device are unknown, and its least value.
@@ -100,6 +102,9 @@ class Tier:
         self._fetch: _Fetch | None = None
         self._touched: OrderedDict[bytes, None] = OrderedDict()
         self._touches: set[int] = set()
+        # States whose files must be removed, until that is answered; and the number of the order for the first one, 0 without it.
+        self._distrusted: OrderedDict[bytes, None] = OrderedDict()
+        self._removal = 0
         # A cancel or clear, not sent yet.
         self._pending: TierOrder | None = None
         # The one sent last.  Nothing is ordered before its answer.
@@ -107,6 +112,8 @@ class Tier:
         # Sequences that wait no longer, until `take_free`.
         self._free: list[Sequence] = []
         self._number = 0
+        # Counts losses of the device, which refuses orders of an older epoch.
+        self._epoch = 0
         # Averages: seconds to fetch a block or a state, and to compute a token.
         self._block_s = self._state_s = self._token_s = 0.0
         # The longest of the latest steps.
@@ -151,7 +158,7 @@ class Tier:
         Args:
             parent: the name of the block before it, or `FIRST_PARENT`; of a state, the name of its block.
         """
-        if name in self._known or name in self._queue:
+        if name in self._known or name in self._queue or name in self._distrusted:
             return
         if len(self._queue) >= MAX_QUEUED:
             self.skipped["full"] += 1
@@ -159,9 +166,17 @@ class Tier:
         self._queue[name] = parent
 
     def distrust(self, name: bytes) -> None:
-        """Fetch the state behind this block no more, because a step that began with it has failed."""
-        self._known.discard(state_of(name))
-        self._queue.pop(state_of(name), None)
+        """Remove the state behind this block, because a step that began with it has failed.
+
+        Otherwise its file would fail a request after each start of the engine.
+        """
+        state = state_of(name)
+        self._known.discard(state)
+        self._queue.pop(state, None)
+        if len(self._distrusted) < MAX_DISTRUSTED:
+            self._distrusted[state] = None
+        else:
+            self.skipped["full"] += 1
 
     def note_computed(self, num_tokens: int, seconds: float) -> None:
         """Learn the duration of steps, and from steps with prompts the time of computing a token."""
@@ -264,6 +279,10 @@ class Tier:
             if answer.num_done:
                 self._known.add(name)
                 self.counts["stored"] += not is_state(name)
+        if self._removal and answer.number == self._removal:
+            self._removal = 0
+            self._distrusted.popitem(last=False)
+        self._known.difference_update(self._distrusted)
         fetch = self._fetch
         if fetch is not None and fetch.number == answer.number:
             self._take_in(fetch, answer)
@@ -356,6 +375,21 @@ class Tier:
                 sought.deadline_s = now + self._patience_s(sought, ahead_s)
         if not self.is_open or self._barrier is not None:
             return orders
+        if self._distrusted and not self._removal:
+            orders.append(order := self._order("remove", (), (next(iter(self._distrusted)),)))
+            self._removal = order.number
+        orders += self._next_stores()
+        while self._touched and len(self._touches) < MAX_TOUCHES:
+            name, _ = self._touched.popitem(last=False)
+            orders.append(order := self._order("touch", (), (name,)))
+            self._touches.add(order.number)
+        if self._fetch is None and (order := self._next_fetch()) is not None:
+            orders.append(order)
+        return orders
+
+    def _next_stores(self) -> list[TierOrder]:
+        """Order the queued stores for which there is room, and hold what they read."""
+        orders: list[TierOrder] = []
         while self._queue and len(self._stores) < MAX_STORES:
             name, parent = self._queue.popitem(last=False)
             if name in self._known:
@@ -371,12 +405,6 @@ class Tier:
                 "store", (place,), (name,), b"" if parent == FIRST_PARENT else parent
             )
             self._stores[order.number] = place, name, parent
-            orders.append(order)
-        while self._touched and len(self._touches) < MAX_TOUCHES:
-            name, _ = self._touched.popitem(last=False)
-            orders.append(order := self._order("touch", (), (name,)))
-            self._touches.add(order.number)
-        if self._fetch is None and (order := self._next_fetch()) is not None:
             orders.append(order)
         return orders
 
@@ -421,7 +449,7 @@ class Tier:
         parent: bytes = b"",
     ) -> TierOrder:
         self._number += 1
-        return TierOrder(self._number, kind, blocks, names, parent)
+        return TierOrder(self._number, kind, blocks, names, parent, self._epoch)
 
     def _next_fetch(self) -> TierOrder | None:
         """Order what is next for the first sequence that still needs something."""
@@ -497,6 +525,7 @@ class Tier:
         self._drop()
         self._queue.clear()
         self._known.clear()
+        self._distrusted.clear()
         self._pending = self._order("clear")
 
     def lose(self) -> None:
@@ -505,6 +534,7 @@ class Tier:
         An order to clear without an answer is given again then.
         """
         self._drop()
+        self._epoch += 1
         orders = self._pending, self._barrier
         must_clear = any(order is not None and order.kind == "clear" for order in orders)
         self._pending = self._order("clear") if must_clear else None
@@ -519,6 +549,7 @@ class Tier:
             self._queue[name] = parent
             self._queue.move_to_end(name, last=False)
         self._stores.clear()
+        self._removal = 0
         fetch, self._fetch = self._fetch, None
         if fetch is not None:
             self._blocks.free(fetch.prefix + fetch.blocks)
