@@ -25,7 +25,6 @@ from torch import Tensor
 from trouper.actors.executor.models.names import text_names
 from trouper.actors.executor.models.parameters import Cut, Parameter
 from trouper.actors.executor.models.sharding import part_of, part_of_integers
-from trouper.actors.executor.steps.batch import from_numpy
 from trouper.actors.executor.weights.layouts import (
     BNB_STATES,
     OF_ACTIVATIONS,
@@ -382,7 +381,7 @@ class RandomWeights:
         out = torch.empty(shape, dtype=self._dtype)
         flat, first = out.view(-1), 0
         for chunk in self._chunks(name, flat.numel()):
-            flat[first : first + len(chunk)] = from_numpy(chunk)
+            flat[first : first + len(chunk)] = torch.frombuffer(chunk, dtype=torch.int16)
             first += len(chunk)
         return out.mul_(DUMMY_STD * 3**0.5 / 2**15)
 
