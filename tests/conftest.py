@@ -97,14 +97,14 @@ def make_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def byte_tokenizer(make_folder):
-    from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+    from trouper.actors.rendering.tokenizer import Tokenizer
 
     return Tokenizer.load(make_folder("bytes"))
 
 
 @pytest.fixture(scope="session")
 def metaspace_tokenizer(make_folder):
-    from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+    from trouper.actors.rendering.tokenizer import Tokenizer
 
     return Tokenizer.load(make_folder("metaspace"))
 

@@ -38,7 +38,7 @@ from trouper.actors.output.slot import Slot
 from trouper.actors.rendering.media.downloads import Downloads
 from trouper.actors.rendering.prompts.prompts import Prompts
 from trouper.actors.rendering.renderer import Renderer
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.actors.runtime.event_loop import EventLoop, Threads
 from trouper.actors.scheduling.scheduler import Scheduler
 from trouper.config.adapters import AdapterFiles, read_adapter

@@ -37,7 +37,7 @@ from trouper.actors.rendering.media.items import MediaPreprocessor
 from trouper.actors.rendering.prompts.prompts import Prompts
 from trouper.actors.rendering.prompts.two_towers import prompts_of
 from trouper.actors.rendering.renderer import Fetcher, Renderer
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.actors.runtime.event_loop import EventLoop, Reporter, Threads, WorkerThreads
 from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy, SharedPooling

@@ -20,7 +20,7 @@ from trouper.actors.messages.requests import Admit, AdmitPooling, RequestId, Seq
 from trouper.actors.messages.steps import DeviceLost, TierAnswer, TierOrder
 from trouper.actors.scheduling.scheduling_policy import PolicySnapshot
 from trouper.actors.scheduling.state.step_builder import InFlight, InFlightPlan
-from trouper.actors.scheduling.step_budget import StepBudget
+from trouper.actors.scheduling.step_time import StepBudget
 from trouper.config.engine_config import SchedulerConfig
 from trouper.outputs import RequestError
 

@@ -41,8 +41,7 @@ from trouper.actors.scheduling.policy_base import PolicyBase
 from trouper.actors.scheduling.routing import Demand
 from trouper.actors.scheduling.state.fluid import GRAIN, Fluid
 from trouper.actors.scheduling.state.step_builder import InFlight, InFlightPlan
-from trouper.actors.scheduling.step_budget import LONG_S, PoolingTime
-from trouper.actors.scheduling.step_time import StepWork
+from trouper.actors.scheduling.step_time import LONG_S, PoolingTime, StepWork
 from trouper.config.engine_config import SchedulerConfig
 from trouper.outputs import RequestError
 

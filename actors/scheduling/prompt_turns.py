@@ -22,8 +22,14 @@ from trouper.actors.scheduling.state.fluid import GRAIN, Fluid, Job
 from trouper.actors.scheduling.state.sequence import Sequence, State
 from trouper.actors.scheduling.state.sequence_table import MAX_PASSES, SequenceTable
 from trouper.actors.scheduling.state.step_builder import InFlightStep, StepBuilder
-from trouper.actors.scheduling.step_budget import LONG_PROMPT_S, LONG_S, StepBudget
-from trouper.actors.scheduling.step_time import NUM_KEPT, StepTimes, StepWork
+from trouper.actors.scheduling.step_time import (
+    LONG_PROMPT_S,
+    LONG_S,
+    NUM_KEPT,
+    StepBudget,
+    StepTimes,
+    StepWork,
+)
 from trouper.config.engine_config import SchedulerConfig
 from trouper.params import RequestOutputKind
 

@@ -23,7 +23,7 @@ from trouper.actors.scheduling.state.step_builder import (
     StepBuilder,
     take_turns,
 )
-from trouper.actors.scheduling.step_budget import TokenBudget, remaining_s
+from trouper.actors.scheduling.step_time import TokenBudget, remaining_s
 from trouper.actors.stages import max_chunk
 from trouper.config.engine_config import SchedulerConfig
 

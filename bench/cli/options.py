@@ -17,7 +17,7 @@ from trouper.errors import TrouperValidationError
 from trouper.frontends.cli import output
 
 if TYPE_CHECKING:
-    from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+    from trouper.actors.rendering.tokenizer import Tokenizer
     from trouper.bench.datasets import SampleRequest
 
 POSITIVE: dict[str, Any] = {"min": 1}
@@ -232,7 +232,7 @@ def tokenizer_of(folder: str | None) -> "tuple[Tokenizer, list[int]]":
     Raises:
         TrouperValidationError: `skip_tokenizer_init` is set, so there is no folder.
     """
-    from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+    from trouper.actors.rendering.tokenizer import Tokenizer
 
     if folder is None:
         raise TrouperValidationError(

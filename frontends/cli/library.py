@@ -285,7 +285,7 @@ def _facts(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _template(path: str) -> str | None:
-    from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+    from trouper.actors.rendering.tokenizer import Tokenizer
 
     try:
         return Tokenizer.load(path).chat_templates.get("default")

@@ -23,7 +23,7 @@ from trouper.actors.executor.devices.threaded import ThreadedDevice
 from trouper.actors.executor.workers.launching import Launcher, launch
 from trouper.actors.executor.workers.model_files import sample_model
 from trouper.actors.messages.requests import RequestOptions
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.args import EngineArgs
 from trouper.config.engine_config import EngineConfig
 from trouper.config.model import ModelConfig

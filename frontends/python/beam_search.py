@@ -10,10 +10,9 @@ from typing import Any, NamedTuple, Self, TypeGuard, cast
 
 import msgspec
 
-from trouper.actors.rendering.media.local_files import is_local
 from trouper.actors.rendering.media.parts import take_media, url_of
-from trouper.actors.rendering.media.urls import is_remote
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.media.urls import is_local, is_remote
+from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.engine_config import EngineConfig
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.inputs import PromptType, TokensPrompt

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.args import EngineArgs
 from trouper.config.model import ModelConfig, tokenizer_path
 from trouper.errors import TrouperValidationError, invalid

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.scheduling.test_policy import Desk
 from tests.support.engines import expected, simulated_engine
 from trouper import SamplingParams
-from trouper.actors.executor.speculation.drafter import FEW_MATCHING, find, last_match, num_equal
-from trouper.actors.executor.speculation.matching import (
+from trouper.actors.executor.sampling.drafter import FEW_MATCHING, find, last_match, num_equal
+from trouper.actors.executor.sampling.matching import (
     CHANCES,
     CHANCES_OF_MODEL,
     LONGEST_PAUSE,

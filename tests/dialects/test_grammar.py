@@ -8,7 +8,7 @@ import pytest
 
 from trouper import SamplingParams, StructuredOutputsParams
 from trouper.actors.rendering.grammar.grammars import Grammars
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.model import DEMO_MODEL
 from trouper.errors import TrouperValidationError
 from trouper.frontends.dialects.calls import Arguments, CallStarted, Content

@@ -11,10 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trouper.actors.executor.sampling.drafter import num_equal
 from trouper.actors.executor.sampling.grammar import GRAMMAR_ERROR, AheadMatcher, FreeAhead
-from trouper.actors.executor.sampling.sampler import Sampler
-from trouper.actors.executor.speculation.drafter import num_equal
-from trouper.actors.executor.speculation.grammar_drafts import (
+from trouper.actors.executor.sampling.grammar_drafts import (
     FORCED,
     NUM_MATCHING,
     PRIOR_WEIGHT,
@@ -25,7 +24,8 @@ from trouper.actors.executor.speculation.grammar_drafts import (
     look_ahead,
     matching_positions,
 )
-from trouper.actors.executor.speculation.matching import SEPARATOR, STEP_COSTS, Shares, best_length
+from trouper.actors.executor.sampling.matching import SEPARATOR, STEP_COSTS, Shares, best_length
+from trouper.actors.executor.sampling.sampler import Sampler
 from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.messages.requests import Grammar, GrammarRules, ReasoningRules, SequenceId
 from trouper.actors.messages.steps import NewSequence, Sampling

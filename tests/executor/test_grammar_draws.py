@@ -13,7 +13,7 @@ from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.messages.requests import SequenceId
 from trouper.actors.messages.steps import NewSequence, Sampling
 from trouper.actors.rendering.grammar.grammars import Grammars
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.model import DEMO_MODEL
 from trouper.kernels.reference.sampling import NOT_FINITE
 

@@ -17,7 +17,7 @@ from trouper.actors.executor.models.families.registry import READERS as DECODERS
 from trouper.actors.executor.weights.checkpoint import INDEX, Checkpoint
 from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.actors.rendering.prompts.prompts import template_text
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.args import EngineArgs
 from trouper.config.checkpoint.files import MAX_TEXT_BYTES
 from trouper.config.checkpoint.hf_fields import HfFields, Rope

@@ -11,7 +11,7 @@ from trouper.actors.executor.models.families.registry import (
 )
 from trouper.actors.executor.models.parameters import layer_parameters, outer_parameters
 from trouper.actors.executor.models.traits import LayerTraits
-from trouper.actors.executor.weights.stacks import Stacks
+from trouper.actors.executor.weights.layouts import Stacks
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 BASE = {

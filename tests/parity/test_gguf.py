@@ -30,8 +30,8 @@ from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.executor.weights.gguf import FORMATS, GgufCheckpoint, stacked
 from trouper.actors.executor.weights.gguf_types import READERS, Affine, dequantized_affine
 from trouper.actors.messages.steps import Sampling
-from trouper.actors.rendering.tokenizers.gguf_tokenizer import read_tokenizer
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.gguf_tokenizer import read_tokenizer
+from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.bench.studies.models.edits import write_folder
 from trouper.config.args import EngineArgs
 from trouper.config.context import weight_bytes

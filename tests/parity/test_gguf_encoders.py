@@ -10,7 +10,7 @@ from tokenizers import models, normalizers, pre_tokenizers, processors
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from trouper import LLM
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.args import EngineArgs
 from trouper.config.gguf.encoders import ENCODERS
 from trouper.config.gguf.names import ENCODER_NAMES

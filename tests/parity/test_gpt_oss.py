@@ -10,8 +10,8 @@ from trouper import LLM, SamplingParams
 from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.runners.cpu.runner import CpuRunner
 from trouper.actors.executor.weights.checkpoint import Checkpoint
+from trouper.actors.executor.weights.layouts import views_of
 from trouper.actors.executor.weights.schemes import read_scheme
-from trouper.actors.executor.weights.stacks import views_of
 from trouper.errors import TrouperValidationError
 from trouper.inputs import TokensPrompt
 from trouper.kernels.codegen import units

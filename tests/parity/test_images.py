@@ -562,7 +562,7 @@ def test_the_cache_of_items_keeps_its_bound(llava):
     import msgspec
 
     from trouper.actors.rendering.media.parts import MediaPart
-    from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+    from trouper.actors.rendering.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(str(llava.model.folder))
     one = 3 * 28 * 28 * 4

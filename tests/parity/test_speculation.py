@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from trouper import LLM, EngineArgs, LLMEngine, SamplingParams
 from trouper.actors.executor.runners.cpu import draft_model
 from trouper.actors.executor.runners.cpu.draft_model import DraftModel
-from trouper.actors.executor.speculation.drafter import Drafter
-from trouper.actors.executor.speculation.matching import RUNS
+from trouper.actors.executor.sampling.drafter import Drafter
+from trouper.actors.executor.sampling.matching import RUNS
 from trouper.config.model import DEMO_MODEL
 from trouper.config.resolve import resolve
 from trouper.kernels.reference.sampling import NOT_FINITE

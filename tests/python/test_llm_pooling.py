@@ -22,7 +22,7 @@ from transformers import (
 from trouper import LLM, EngineArgs, LLMEngine, PoolingParams
 from trouper.actors.output.pooler import MAX_QUERIES
 from trouper.actors.output.postprocessing import max_sim, normalized
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.errors import EnginePausedError, TrouperValidationError
 from trouper.frontends.python.scoring import Scorer
 from trouper.pooling import LateInteractionParams

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from trouper.actors.rendering.chat.messages import past_arguments
 from trouper.actors.rendering.chat.template import ChatTemplate
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 CHATML = (

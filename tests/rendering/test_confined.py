@@ -21,7 +21,7 @@ from trouper.actors.rendering.chat.confined import (
 from trouper.actors.rendering.chat.template import ChatTemplate
 from trouper.actors.rendering.confined_process import ConfinedProcess
 from trouper.actors.rendering.prompts.prompts import Prompts
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.errors import (
     GenerationError,
     TemplateBudgetError,

@@ -22,7 +22,7 @@ from trouper.actors.rendering.grammar.trial_processes import (
     TrialTokens,
     UntriedGrammarError,
 )
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.model import DEMO_MODEL
 from trouper.errors import GenerationError, GrammarError
 from trouper.params import SamplingParams

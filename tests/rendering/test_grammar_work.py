@@ -10,7 +10,7 @@ from trouper.actors.rendering.grammar.grammars import Grammars
 from trouper.actors.rendering.grammar.matchers import ENTRY_BYTES, Matchers
 from trouper.actors.rendering.grammar.schemas import MAX_WORK, work_of
 from trouper.actors.rendering.grammar.sources import grammar_source
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.model import DEMO_MODEL
 from trouper.errors import GrammarError
 

@@ -7,7 +7,7 @@ from tests.support.infill import MARKS, save_demo
 from tests.support.tokenizers import byte_level, metaspace
 from trouper import LLM, BeamSearchParams, SamplingParams
 from trouper.actors.rendering.prompts.infill import FAMILIES, Gap, gap_ids, marks_of
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 ENDS = ["<|endoftext|>", "<|fim_pad|>"]

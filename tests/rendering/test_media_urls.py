@@ -12,9 +12,8 @@ import pytest
 from trouper.actors.rendering.media import downloads as module
 from trouper.actors.rendering.media.downloads import Downloads
 from trouper.actors.rendering.media.files import MAX_FILE_BYTES, RefusedFileError
-from trouper.actors.rendering.media.local_files import read_local
 from trouper.actors.rendering.media.parts import take_media
-from trouper.actors.rendering.media.urls import admit, checked_addresses, redirected
+from trouper.actors.rendering.media.urls import admit, checked_addresses, read_local, redirected
 from trouper.config.args import EngineArgs
 from trouper.config.media import MediaConfig, MediaSources, media_sources
 from trouper.errors import MediaError, TrouperUnprocessableEntityError, TrouperValidationError

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.support.audio import saved, tone
-from trouper.actors.rendering.media.recordings import fault_of
+from trouper.actors.rendering.media.files import fault_of
 
 KINDS = {"vorbis": ("OGG", "VORBIS"), "opus": ("OGG", "OPUS"), "mp3": ("MP3", "MPEG_LAYER_III")}
 # A tag of 128 bytes behind the recording, and one of 138 in front of it.

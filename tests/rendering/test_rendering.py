@@ -6,7 +6,7 @@ from tokenizers.processors import TemplateProcessing
 from trouper.actors.messages.requests import Render, RequestId, RequestOptions
 from trouper.actors.rendering.prompts.prompts import Prompts
 from trouper.actors.rendering.prompts.sampling import ModelLimits, resolve_sampling
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.errors import (
     ChatTemplateResolutionError,
     TrouperValidationError,

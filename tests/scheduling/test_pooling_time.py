@@ -8,8 +8,7 @@ import pytest
 from trouper.actors.messages.requests import AdmitPooling, RequestId, RequestOptions
 from trouper.actors.messages.steps import PoolDone
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy
-from trouper.actors.scheduling.step_budget import EXPLORE, LOSS, NO_ROWS, QUIET_S
-from trouper.actors.scheduling.step_time import StepWork
+from trouper.actors.scheduling.step_time import EXPLORE, LOSS, NO_ROWS, QUIET_S, StepWork
 from trouper.config.engine_config import SchedulerConfig
 from trouper.pooling import PoolingParams
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trouper.actors.scheduling.step_budget import LOSS, QUIET_S, StepBudget
-from trouper.actors.scheduling.step_time import StepTimes, StepWork
+from trouper.actors.scheduling.step_time import LOSS, QUIET_S, StepBudget, StepTimes, StepWork
 from trouper.bench.virtual_time import MACHINES, teach
 
 TRUE = MACHINES["cpu-135m"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trouper.actors.scheduling.step_budget import PATIENCE, TokenBudget
+from trouper.actors.scheduling.step_time import PATIENCE, TokenBudget
 
 from .test_policy import Desk
 

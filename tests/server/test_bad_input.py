@@ -5,7 +5,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.frontends.server.asgi.app import create_app
 from trouper.frontends.server.shared.settings import ServerSettings
 

@@ -16,7 +16,7 @@ SEARCHES = {
 }  # fmt: skip
 # Files that search the sentences of another library, which gives no code, or that only shape a line to be shown.
 FOREIGN = {
-    "actors/rendering/tokenizers/token_stream.py",  # tokenizers
+    "actors/rendering/token_stream.py",  # tokenizers
     "frontends/cli/output.py",  # a cause is not shown twice
     "frontends/server/ollama/requests.py",  # msgspec's place of a wrong value
     "trouper/config/checkpoint/files.py",  # the same

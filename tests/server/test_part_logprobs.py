@@ -2,7 +2,7 @@
 
 import pytest
 
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.model import DEMO_MODEL
 from trouper.frontends.server.generation.logprobs import chat_logprobs, completion_logprobs
 from trouper.outputs import Logprob

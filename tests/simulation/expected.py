@@ -9,7 +9,7 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import BPE
 
 from trouper.actors.messages.steps import Sampling
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizer import Tokenizer
 
 from .pooling.pooling_scenario import PoolingWish
 from .scenario import EOS, VOCAB_SIZE, Wish

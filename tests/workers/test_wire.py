@@ -29,7 +29,7 @@ from trouper.actors.messages.steps import (
 )
 from trouper.actors.rendering.grammar.grammars import Grammars
 from trouper.actors.rendering.grammar.matchers import ReceivedGrammars
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.adapters import AdapterConfig, AdapterFiles
 from trouper.config.args import EngineArgs
 from trouper.config.model import DEMO_MODEL

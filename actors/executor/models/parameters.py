@@ -356,7 +356,7 @@ def _mlp(traits: DecoderTraits, names: Names) -> Iterator[Projection]:
 
 
 class ExpertNames(NamedTuple):
-    """The names of a mixture's modules. If one tensor contains all experts, `weights/stacks.py` finds the part of each."""
+    """The names of a mixture's modules. If one tensor contains all experts, `weights/layouts.py` finds the part of each."""
 
     module: str = "mlp"
     router: str = "gate"

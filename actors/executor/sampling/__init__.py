@@ -1,1 +1,1 @@
-"""Logits to tokens, and their penalties."""
+"""Turn logits into tokens, and draft tokens that one step verifies."""

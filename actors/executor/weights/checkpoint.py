@@ -29,7 +29,9 @@ from trouper.actors.executor.weights.layouts import (
     BNB_STATES,
     OF_ACTIVATIONS,
     OF_KV_CACHE,
+    StackedPart,
     StoredTensor,
+    Views,
     WeightLayout,
     base_of,
 )
@@ -41,7 +43,6 @@ from trouper.actors.executor.weights.quantized import (
     widened,
 )
 from trouper.actors.executor.weights.schemes import Scheme
-from trouper.actors.executor.weights.stacks import StackedPart, Views
 from trouper.actors.runtime.process_resources import num_physical_cores
 from trouper.config.adapters import WEIGHTS as ADAPTER
 from trouper.config.checkpoint.files import check_folder, checked, read_object

@@ -47,8 +47,8 @@ from trouper.actors.executor.models.sharding import (
 from trouper.actors.executor.models.traits import DecoderTraits
 from trouper.actors.executor.weights.checkpoint import Checkpoint, RandomWeights
 from trouper.actors.executor.weights.gguf import GgufCheckpoint
+from trouper.actors.executor.weights.layouts import views_of
 from trouper.actors.executor.weights.schemes import read_scheme
-from trouper.actors.executor.weights.stacks import views_of
 from trouper.config.engine_config import EngineConfig
 from trouper.config.parallel import Stage
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError

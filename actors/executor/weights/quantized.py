@@ -22,8 +22,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.weights.layouts import BNB_BLOCKS, BNB_STATES, WeightLayout, base_of
-from trouper.actors.executor.weights.stacks import StackedPart
+from trouper.actors.executor.weights.layouts import (
+    BNB_BLOCKS,
+    BNB_STATES,
+    StackedPart,
+    WeightLayout,
+    base_of,
+)
 from trouper.errors import invalid
 from trouper.kernels.cpu.linear.quantization import E2M1, IntegerWeight, dequantized
 from trouper.kernels.formats import Format

@@ -30,7 +30,7 @@ from trouper.actors.rendering.chat.messages import (
     past_arguments,
     plain_data,
 )
-from trouper.actors.rendering.tokenizers.token_stream import BOUNDARY, with_boundaries
+from trouper.actors.rendering.token_stream import BOUNDARY, with_boundaries
 from trouper.config.media import AUDIO, IMAGE
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 

@@ -22,7 +22,7 @@ from trouper.actors.messages.requests import Grammar, GrammarRules, ReasoningRul
 from trouper.actors.rendering.grammar.matchers import Matchers
 from trouper.actors.rendering.grammar.sources import typed_failures
 from trouper.actors.rendering.grammar.trial_processes import GrammarTrials, TrialTokens
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.generation import StructuredOutputsConfig
 from trouper.errors import MissingExtraError, UnsupportedFeatureError
 from trouper.extras import install_hint

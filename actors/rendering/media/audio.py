@@ -18,9 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trouper.actors.messages.media import ProcessedMedia
-from trouper.actors.rendering.media.files import MAX_FILE_BYTES, RefusedFileError
+from trouper.actors.rendering.media.files import MAX_FILE_BYTES, RefusedFileError, fault_of
 from trouper.actors.rendering.media.processor import dense, read_object
-from trouper.actors.rendering.media.recordings import fault_of
 from trouper.config.media import MediaConfig
 from trouper.errors import invalid
 

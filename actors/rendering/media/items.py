@@ -39,7 +39,7 @@ from trouper.actors.rendering.media.files import (
 from trouper.actors.rendering.media.parts import MediaPart, refused
 from trouper.actors.rendering.media.processor import NAME, ImageProcessor, merged_kwargs
 from trouper.actors.rendering.media.worker import make_processor
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.media import AUDIO, IMAGE, ITEMS, MediaConfig
 from trouper.errors import (
     GenerationError,

@@ -10,8 +10,13 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from trouper.actors.rendering.media.files import INVALID_IMAGE, RefusedFileError
-from trouper.actors.rendering.media.local_files import UNAVAILABLE, is_local, read_local
-from trouper.actors.rendering.media.urls import decode_base64, read_url
+from trouper.actors.rendering.media.urls import (
+    UNAVAILABLE,
+    decode_base64,
+    is_local,
+    read_local,
+    read_url,
+)
 from trouper.config.media import AUDIO, IMAGE
 from trouper.errors import (
     MediaError,

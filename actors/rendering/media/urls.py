@@ -1,26 +1,32 @@
-"""Decide which URLs of media are read, and from which addresses.  Pure.
+"""Decide which URLs of media are read and from where: `data:` URLs, allowed hosts, and files beneath one allowed folder.
 
-A server that fetches the URLs of its clients can be made to read the network around it.  Without an option, only
+A server that fetches the URLs of its clients can be made to read the network or the disk around it.  Without an option, only
 `data:` URLs are read.  An `https:` URL is fetched if its host is named in `allowed_media_domains`, and if every address
-of the host is public.
+of the host is public.  A `file:` URL is read beneath the one folder that the operator allows.
 
 Laws.
 1. A URL is parsed once, and a host is resolved once: the connection goes to an address that was checked.
 2. A redirect is a new URL, checked in the same way, and leads to the same host only.
-3. No address, no path and no text of a library is in an error.
+3. A path is walked folder by folder from an open descriptor, and links are never followed.  So no name, and no change of the folder at
+   the same time, leads out of it.
+4. No address, no path and no text of a library is in an error.
 """
 
 import binascii
+import errno
 import ipaddress
+import os
 import re
+import stat
 from collections.abc import Iterable
 from typing import NamedTuple
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import unquote, urljoin, urlsplit
 
 from trouper.actors.rendering.media.files import (
     INVALID_IMAGE,
     MAX_FILE_BYTES,
     RefusedFileError,
+    check_bytes,
 )
 from trouper.config.media import ANY, MediaSources
 
@@ -199,3 +205,77 @@ def _blocked(rule: str) -> RefusedFileError:
 def _head(url: str | memoryview) -> bytes:
     start = url[:MAX_HEAD]
     return start.encode("ascii", "replace") if isinstance(start, str) else bytes(start)
+
+
+UNAVAILABLE = "media_unavailable"
+# Errors of a walk that meets a link, or a file in the place of a folder.
+NOT_BENEATH = (errno.ELOOP, errno.ENOTDIR)
+
+
+def is_local(url: object) -> bool:
+    """Return whether it is a `file:` URL."""
+    return isinstance(url, str) and url[:5].lower() == "file:"
+
+
+def read_local(url: str, folder: str) -> bytes:
+    """Return the bytes of a file beneath `folder`.
+
+    Raises:
+        RefusedFileError: `media_url_blocked` for a file elsewhere, `media_unavailable` for one that cannot be read,
+            `media_too_large` for one that is too long.
+    """
+    names = _names_below(url, folder)
+    try:
+        return _read_beneath(folder, names)
+    except OSError as error:
+        if error.errno in NOT_BENEATH:
+            raise _elsewhere() from None
+        rule = "names a file that does not exist or cannot be read"
+        raise RefusedFileError(UNAVAILABLE, rule) from None
+
+
+def _names_below(url: str, folder: str) -> list[str]:
+    """Return the path of the URL as names of folders and of a file, relative to `folder`."""
+    if len(url) > MAX_URL:
+        raise RefusedFileError("invalid_value", f"has more than {MAX_URL} characters")
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        raise RefusedFileError("invalid_value", "is not a URL") from None
+    if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
+        raise RefusedFileError("invalid_value", "must be a URL such as file:///folder/image.png")
+    path = unquote(parts.path)
+    base = folder.rstrip("/") + "/"
+    if "\0" in path or not path.startswith(base):
+        raise _elsewhere()
+    names = path[len(base) :].split("/")
+    if any(name in ("", ".", "..") for name in names):
+        raise _elsewhere()
+    return names
+
+
+def _read_beneath(folder: str, names: list[str]) -> bytes:
+    at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name in names[:-1]:
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            inner = os.open(name, flags, dir_fd=at)
+            os.close(at)
+            at = inner
+        # Without O_NONBLOCK, opening a named pipe would wait for its writer.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with os.fdopen(os.open(names[-1], flags, dir_fd=at), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise RefusedFileError(UNAVAILABLE, "names something that is not a file")
+            check_bytes(found.st_size)
+            data = file.read(found.st_size + 1)
+            check_bytes(len(data))
+            return data
+    finally:
+        os.close(at)
+
+
+def _elsewhere() -> RefusedFileError:
+    rule = "names a file that is not below the folder of --allowed-local-media-path"
+    return RefusedFileError(BLOCKED, f"{rule}; {ADVICE}")

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from trouper.actors.rendering.tokenizers.token_stream import pieces_of
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.token_stream import pieces_of
+from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.errors import TrouperValidationError, invalid
 
 # prefix, suffix, middle; for each family: Qwen and CodeGemma, StarCoder, Granite, DeepSeek, Code Llama, GLM

@@ -30,7 +30,7 @@ from trouper.actors.rendering.prompts.prompts import (
     template_text,
 )
 from trouper.actors.rendering.prompts.sampling import ModelLimits
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.checkpoint.pooler import PoolerSpec
 from trouper.config.checkpoint.sentence_transformers import LateInteraction
 from trouper.config.engine_config import EngineConfig

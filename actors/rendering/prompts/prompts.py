@@ -32,30 +32,32 @@ from trouper.actors.rendering.media.items import (
 )
 from trouper.actors.rendering.media.parts import MediaPart, take_media
 from trouper.actors.rendering.media.processor import NAME as OPTIONS
-from trouper.actors.rendering.prompts.chat_embeds import encode_mixed, take_embeds, unmarked
 from trouper.actors.rendering.prompts.embeds import (
     decode_base64,
     decode_embeds,
     digests,
     from_tensor,
 )
-from trouper.actors.rendering.prompts.images import (
+from trouper.actors.rendering.prompts.infill import KEYS as GAP_KEYS
+from trouper.actors.rendering.prompts.infill import Gap, gap_ids, marks_of
+from trouper.actors.rendering.prompts.placeholders import (
     DATA,
     UUIDS,
+    encode_mixed,
     encode_with_images,
     expand_ids,
     images_of,
     lay_out_prefix,
+    take_embeds,
+    unmarked,
 )
-from trouper.actors.rendering.prompts.infill import KEYS as GAP_KEYS
-from trouper.actors.rendering.prompts.infill import Gap, gap_ids, marks_of
 from trouper.actors.rendering.prompts.sampling import (
     ModelLimits,
     eos_ids,
     reasoning_of,
     resolve_sampling,
 )
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.checkpoint.files import read_text
 from trouper.config.engine_config import EngineConfig
 from trouper.config.media import ITEMS, modality_of, no_media

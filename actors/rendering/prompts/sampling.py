@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from trouper.actors.messages.requests import ReasoningRules
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.generation import Marks, StructuredOutputsConfig
 from trouper.config.media import IMAGE, NO_IMAGES
 from trouper.errors import TrouperValidationError, invalid

@@ -15,7 +15,7 @@ from trouper.actors.messages.requests import Render
 from trouper.actors.rendering.media.items import PlacedItem
 from trouper.actors.rendering.media.parts import MediaPart, kind_of, take_media
 from trouper.actors.rendering.media.processor import NAME as OPTIONS
-from trouper.actors.rendering.prompts.images import encode_with_images, images_of
+from trouper.actors.rendering.prompts.placeholders import encode_with_images, images_of
 from trouper.actors.rendering.prompts.pooling import PoolingEncoded, PoolingPrompts
 from trouper.actors.rendering.prompts.prompts import checked_ids
 from trouper.config.checkpoint.pooler import PoolerSpec

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.models.parameters import layer_parameters, outer_parameters
 from trouper.actors.executor.weights.gguf import GgufCheckpoint
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.actors.runtime.process_resources import num_physical_cores
 from trouper.bench import peers
 from trouper.bench.datasets import edit_requests

@@ -108,7 +108,7 @@ def processing(folder: Path, options: argparse.Namespace) -> dict[str, float]:
     """Compare a photo turned into ids and arrays in the process with limits with the same calls inline."""
     from trouper.actors.rendering.media.items import MediaPreprocessor
     from trouper.actors.rendering.media.parts import MediaPart
-    from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+    from trouper.actors.rendering.tokenizer import Tokenizer
 
     ratios: list[float] = []
     seconds: dict[str, list[float]] = {"process": [], "thread": []}

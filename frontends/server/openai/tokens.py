@@ -12,7 +12,7 @@ import anyio.to_thread
 from trouper.actors.messages.requests import Render, RequestId, RequestOptions
 from trouper.actors.output.slot import ReplySlot
 from trouper.actors.rendering.prompts.prompts import Prompts, Rendered
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.errors import ContextLengthError, invalid
 from trouper.frontends.server.generation.transcript import chat_prompt
 from trouper.frontends.server.http.context import RequestContext

@@ -51,7 +51,7 @@ from trouper.outputs import RequestOutput
 if TYPE_CHECKING:
     from trouper.actors.engine.engine import Engine
     from trouper.actors.engine.generation import Generation
-    from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+    from trouper.actors.rendering.tokenizer import Tokenizer
 
 # Sequences that may be open, as a multiple of max_num_seqs: one runs while three are queued.
 PLACES = 4

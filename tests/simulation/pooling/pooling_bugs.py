@@ -13,7 +13,7 @@ from trouper.actors.output.slot import PoolingSlot
 from trouper.actors.rendering.prompts.pooling import PoolingPrompts
 from trouper.actors.rendering.renderer import Renderer
 from trouper.actors.scheduling.pooling_policy import PoolingPolicy
-from trouper.actors.scheduling.step_budget import PoolingTime
+from trouper.actors.scheduling.step_time import PoolingTime
 from trouper.outputs import RequestError
 
 from .pooling_scenario import draw_pooling

@@ -12,8 +12,7 @@ from tests.simulation.simulated_encoder import simulated_result
 from trouper.actors.engine.lifecycle import EngineState
 from trouper.actors.messages.steps import PoolEntry, PoolPlan
 from trouper.actors.scheduling.pooling_policy import PASS_TOKENS, PoolingPolicy
-from trouper.actors.scheduling.step_budget import PoolingTime
-from trouper.actors.scheduling.step_time import StepWork
+from trouper.actors.scheduling.step_time import PoolingTime, StepWork
 from trouper.errors import TrouperValidationError
 
 __all__ = ["at_rest", "check_case", "check_delay", "check_faults", "check_idle"]

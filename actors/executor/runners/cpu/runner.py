@@ -31,6 +31,7 @@ from trouper.actors.executor.runners.cpu.models import (
 )
 from trouper.actors.executor.runners.cpu.recorded_steps import ForwardOutput
 from trouper.actors.executor.runners.resident_model import Profiler, ResidentModel
+from trouper.actors.executor.sampling.drafter import Drafter
 from trouper.actors.executor.sampling.sampler import (
     Sampled,
     Sampler,
@@ -38,7 +39,6 @@ from trouper.actors.executor.sampling.sampler import (
     prompt_logprobs,
     with_grammar_work,
 )
-from trouper.actors.executor.speculation.drafter import Drafter
 from trouper.actors.executor.steps.adapter_slots import AdapterSlots
 from trouper.actors.executor.steps.batch import Batch, make_batch
 from trouper.actors.executor.steps.cache_memory import (

@@ -21,15 +21,15 @@ import msgspec
 import numpy as np
 
 from trouper.actors.executor.sampling.grammar import GrammarMasks
-from trouper.actors.executor.sampling.sampler import PromptLogprobs, Sampled, entry_failures
-from trouper.actors.executor.speculation.grammar_drafts import GrammarDrafts
-from trouper.actors.executor.speculation.matching import (
+from trouper.actors.executor.sampling.grammar_drafts import GrammarDrafts
+from trouper.actors.executor.sampling.matching import (
     CHANCES_OF_MODEL,
     SEPARATOR,
     Pace,
     RecentAnswers,
     positions_after_match,
 )
+from trouper.actors.executor.sampling.sampler import PromptLogprobs, Sampled, entry_failures
 from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.messages.steps import StepDone, StepPlan, TokenLogprobs
 from trouper.config.speculation import SpeculativeConfig

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from trouper.actors.executor.sampling.grammar import Ahead, GrammarMasks
-from trouper.actors.executor.speculation.matching import (
+from trouper.actors.executor.sampling.matching import (
     RecentAnswers,
     Shares,
     best_length,

@@ -1,18 +1,25 @@
-"""Prompts with images or recordings: find the placeholders in a text or in token ids, and put the tokens of the items there.  Pure.
+"""Find the places of images, recordings and embeddings in a prompt, and put their tokens or rows there.  Pure.
 
-In a conversation the chat template writes the placeholders.  A text of a user that spells one is no placeholder, because it
-contains a boundary.  In a plain prompt the caller writes the placeholders, as with vLLM.
+In a conversation the chat template writes the placeholders of images and recordings.  A text of a user that spells one is no
+placeholder, because it contains a boundary.  In a plain prompt the caller writes the placeholders, as with vLLM.
+
+A conversation may have embeddings among the parts of a message: `{"type": "prompt_embeds", "data": …}`.  The template receives a mark in
+place of each such part, and the rendered text is split at the marks, so no token spans one.  If the template drops a part, its
+embeddings are dropped as well.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
 
 from trouper.actors.messages.media import MediaItem
+from trouper.actors.messages.requests import Embeds
+from trouper.actors.rendering.chat.messages import MARK
 from trouper.actors.rendering.media.items import PlacedItem
 from trouper.actors.rendering.media.parts import MAX_UUID_CHARS, MediaPart
-from trouper.actors.rendering.tokenizers.tokenizer import Tokenizer
+from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.media import AUDIO, IMAGE, ITEMS
 from trouper.errors import UnsupportedFeatureError, invalid
 
@@ -180,3 +187,77 @@ def _check_count(
         what = ITEMS[images[0].item.modality]
         rule = f"{writer} has {num_found} places for {what} ({placeholder}), and there are {num_images} {what}"
         raise invalid("prompt", rule)
+
+
+KIND = "prompt_embeds"
+MARKED = re.compile(f"{MARK}([0-9]{{1,9}}){MARK}")
+
+
+def take_embeds(
+    messages: Sequence[Any], decode: Callable[[Any], Embeds]
+) -> tuple[list[Any], list[Embeds]]:
+    """The messages with the number of its matrix in place of each payload, and the matrices."""
+    found: list[Embeds] = []
+
+    def taken(part: Any) -> Any:
+        if not _is_embeds(part):
+            return part
+        found.append(decode(part.get("data")))
+        return {"type": KIND, "index": len(found) - 1}
+
+    rest: list[Any] = []
+    for message in messages:
+        fields = cast("Mapping[str, Any]", message if isinstance(message, Mapping) else {})
+        content = fields.get("content")
+        if isinstance(content, list | tuple) and any(map(_is_embeds, cast("list[Any]", content))):
+            message = {**fields, "content": [taken(part) for part in cast("list[Any]", content)]}
+        rest.append(message)
+    return rest, found
+
+
+def encode_mixed(
+    pieces: Sequence[str],
+    embeds: Sequence[Embeds],
+    tokenizer: Tokenizer,
+    add_special_tokens: bool,
+    max_length: int,
+) -> tuple[list[int], tuple[Embeds, ...]]:
+    """Return token ids, with zeros in place of embeddings, and the matrices in their places.
+
+    Ends when there are more than `max_length`: a template may place a matrix as often as it likes.
+    """
+    ids: list[int] = []
+    placed: list[Embeds] = []
+    is_first = True
+    for segment in _segments(pieces):
+        if isinstance(segment, list):
+            adds = add_special_tokens and is_first
+            ids += tokenizer.encode_pieces(segment, adds, continues=not is_first)
+        elif segment < len(embeds):  # a caller may have written a mark of its own somewhere
+            placed.append(msgspec.structs.replace(embeds[segment], first=len(ids)))
+            ids += [0] * placed[-1].num_rows
+        if len(ids) > max_length:
+            break
+        is_first = False
+    return ids, tuple(placed)
+
+
+def unmarked(pieces: Sequence[str]) -> str:
+    return MARKED.sub("", "".join(pieces))
+
+
+def _segments(pieces: Sequence[str]) -> Iterator[list[str] | int]:
+    """Pieces up to the next mark, the number in it, and so on."""
+    segment: list[str] = []
+    for piece in pieces:
+        text, *more = MARKED.split(piece)
+        segment.append(text)
+        for number, following in zip(more[::2], more[1::2], strict=True):
+            yield segment
+            yield int(number)
+            segment = [following]
+    yield segment
+
+
+def _is_embeds(part: Any) -> bool:
+    return isinstance(part, Mapping) and cast("Mapping[Any, Any]", part).get("type") == KIND

@@ -17,8 +17,8 @@ from typing import Any, Self, cast
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from trouper.actors.rendering.tokenizers.gguf_tokenizer import read_tokenizer
-from trouper.actors.rendering.tokenizers.token_stream import REPLACEMENT, TokenStream
+from trouper.actors.rendering.gguf_tokenizer import read_tokenizer
+from trouper.actors.rendering.token_stream import REPLACEMENT, TokenStream
 from trouper.config.checkpoint.files import check_folder, checked, read_object, read_text
 from trouper.config.gguf.header import is_gguf, read_gguf
 from trouper.errors import GenerationError, TrouperValidationError, UnsupportedFeatureError

@@ -1,1 +1,0 @@
-"""Speculative decoding: drafts of the next tokens, which one step verifies together."""
