@@ -436,8 +436,12 @@ SUITE = {
         *(g("structural_tag", tag, "invalid_grammar") for tag in ("", "{}", '{"structures": [], "triggers": []}')),
     ],
     "B23": [
-        h("tools", 400, "invalid_value", "tools", tools=[]),
-        h("tool choice", 400, "invalid_value", "tool_choice", tool_choice="auto"),
+        h("empty tools", 400, "invalid_value", "tool_choice", tools=[], tool_choice="required"),
+        h("a call of a custom tool", 400, "not_supported", "messages[1].tool_calls[0].type", tools=None,
+          messages=[{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"type": "custom", "id": "c", "custom": {"name": "f", "input": "x"}}]}]),
+        h("a part of thinking without text", 400, "invalid_value", "messages[1].content[0].thinking", tools=None,
+          messages=[{"role": "user", "content": "x"}, {"role": "assistant", "content": [{"type": "thinking", "thinking": 3}]}]),
+        h("tool choice", 400, "invalid_value", "tool_choice", tool_choice="required"),
         h("many tools", 400, "invalid_value", "tools", tools=[{"function": {"name": "f"}}] * 1000),
         *(
             h(f"a tool named {name!r:.12}", 400, "invalid_value", "tools[0].function.name", tools=[{"function": {"name": name}}])
@@ -470,6 +474,7 @@ SUITE = {
         r("many tools", 400, "invalid_value", "tools", tools=[{"type": "function", "name": "f"}] * 513),
         r("built-in tool", 400, "not_supported", "tools[0].type", tools=[{"type": "x" * 10**5}]),
         r("tool", 400, "invalid_schema", "tools[0]", tools=[1]),
+        r("unknown part to include", 400, "invalid_value", "include[1]", include=["reasoning.encrypted_content", "x"]),
         r("tool of no type", 400, "invalid_value", "tools[0].type", tools=[{"name": "f"}]),
         r("tool's name", 400, "invalid_value", "tools[0].name", tools=[{"type": "function", "name": "a\nb"}]),
         r("deep parameters", 400, "invalid_json", None,

@@ -122,6 +122,19 @@ async def test_tools_that_must_not_be_called_are_no_obstacle(client):
     assert (await client.post(PATH, fields)).status == 200
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": []}, {"tools": [], "tool_choice": "auto"}, {"tool_choice": "auto"}, {"documents": []},
+        {"model": ""},
+    ],
+)  # fmt: skip
+async def test_empty_values_ask_for_nothing(client, fields):
+    wanted = (await client.post(PATH, GREEDY)).json["choices"]
+    answer = await client.post(PATH, {**GREEDY, **fields})
+    assert answer.json.get("choices") == wanted, answer.body
+
+
 async def test_parts_and_other_roles(client):
     messages = [
         {

@@ -183,7 +183,10 @@ async def test_harmless_options_and_fields_are_taken(client):
 
 
 async def test_an_empty_conversation_loads(client):
-    for path, body in (("/api/chat", {"messages": []}), ("/api/generate", {"keep_alive": "5m"})):
+    for path, body in (
+        ("/api/chat", {"messages": []}), ("/api/generate", {"keep_alive": "5m"}),
+        ("/api/generate", {"prompt": None}),
+    ):  # fmt: skip
         answer = await client.post(path, body)
         assert answer.json["done_reason"] == "load"
         assert answer.json["done"]

@@ -100,6 +100,23 @@ async def test_answer_begins_inside_where_prompt_has_opened_reasoning(says):
     assert found["content"] == "hm</think>yes"
 
 
+@pytest.mark.parametrize("thought", ["hm", [{"type": "text", "text": "hm"}]])
+async def test_thinking_parts_are_reasoning_of_their_turn(make_client, thought):
+    async def prompt_of(message):
+        messages = [*ASK["messages"], message, *ASK["messages"]]
+        body = {"messages": messages, "return_prompt_text": True, "max_tokens": 1}
+        body |= {
+            "chat_template": "{% for m in messages %}{{ m.reasoning_content }}|{{ m.content }};{% endfor %}"
+        }
+        client = make_client(trust_request_chat_template=True)
+        return (await client.post("/v1/chat/completions", body)).json["prompt_text"]
+
+    parts = [{"type": "thinking", "thinking": thought}, {"type": "text", "text": "yes"}]
+    found = await prompt_of({"role": "assistant", "content": parts})
+    assert found == await prompt_of({"role": "assistant", "reasoning": "hm", "content": "yes"})
+    assert "hm|yes" in found
+
+
 async def test_a_call_may_follow_the_reasoning(says):
     client = says("<think>hm</think>\n", ANSWER)
     found = await message(client, tools=CHAT["tools"])

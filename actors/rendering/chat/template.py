@@ -313,13 +313,47 @@ def _plain_message(index: int, message: Any) -> dict[str, Any]:
         raise TrouperValidationError("a message must be a dict", parameter=where, value=message)
     if not isinstance(message.get("role"), str):
         raise TrouperValidationError("the role must be a string", parameter=f"{where}.role")
+    if message["role"] == "assistant":
+        _split_thinking(message, f"{where}.content")
     calls = message.get("tool_calls")
     for i, call in enumerate(calls if is_array(calls) else ()):
+        if is_object(call) and call.get("type") == "custom":
+            place = f"{where}.tool_calls[{i}].type"
+            rule = f"{place}: only calls of functions, not of custom tools"
+            raise UnsupportedFeatureError(rule, parameter=place)
         function = call.get("function") if is_object(call) else None
         if is_object(function):
             place = f"{where}.tool_calls[{i}].function.arguments"
             function["arguments"] = past_arguments(function.get("arguments"), place)
     return message
+
+
+def _split_thinking(message: dict[str, Any], where: str) -> None:
+    """Move parts of type `thinking`, which Mistral's clients send, from the content to the reasoning."""
+    content = message.get("content")
+    parts = content if is_array(content) else []
+    thoughts: list[str] = []
+    others: list[Any] = []
+    for i, part in enumerate(parts):
+        if not is_object(part) or part.get("type") != "thinking":
+            others.append(part)
+            continue
+        thought = part.get("thinking")
+        texts = (
+            [_part(each, f"{where}[{i}].thinking") for each in thought]
+            if is_array(thought)
+            else None
+        )
+        text = thought if texts is None else "".join(map(_text_of_part, texts))
+        if not isinstance(text, str):
+            raise TrouperValidationError(
+                "a part must hold text", parameter=f"{where}[{i}].thinking"
+            )
+        thoughts.append(text)
+    if thoughts:
+        message["content"] = others
+        if not any(message.get(name) for name in REASONING):
+            message["reasoning_content"] = "\n".join(thoughts)
 
 
 def _part(part: Any, where: str) -> dict[str, Any]:

@@ -154,12 +154,10 @@ def tool_use(
 
     Checks the number of tools, their names, and that a chosen tool exists.
     """
-    if tools is None:
-        if choice not in (None, "none"):
+    if not tools:
+        if choice not in (None, "none", "auto"):
             raise invalid("tool_choice", "needs tools")
         return NO_TOOL_USE
-    if not tools:
-        raise invalid("tools", "must not be empty")
     if len(tools) > MAX_TOOLS:
         raise invalid("tools", f"must contain at most {MAX_TOOLS} tools", len(tools))
     known = [_function(tool, f"tools[{i}]") for i, tool in enumerate(tools)]

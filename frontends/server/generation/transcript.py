@@ -55,7 +55,9 @@ def chat_prompt(request: Any, settings: ServerSettings) -> dict[str, Any]:
         "documents",
         "cache_salt",
     ):
-        if (value := getattr(request, name, None)) is not None:
+        value = getattr(request, name, None)
+        # An empty list asks for nothing, but templates can test whether it is there.
+        if value is not None and value != []:
             prompt[name] = value
     if choice == "none" and settings.exclude_tools_when_tool_choice_none:
         prompt.pop("tools", None)

@@ -55,7 +55,7 @@ def _name(
 ) -> str | None:
     given = (keys.model, keys.name if route.path.startswith("/api/") else None)
     for name in given:
-        if isinstance(name, str):
+        if isinstance(name, str) and name:
             return name
     if isinstance(keys.previous_response_id, str):
         responses = residency.table.default.service.responses

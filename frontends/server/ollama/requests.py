@@ -141,7 +141,7 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
         {},
     )
 
-    prompt: str = ""
+    prompt: str | None = None
     suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
@@ -238,7 +238,7 @@ def chat_of_prompt(request: OllamaGenerateRequest, options: OllamaOptions) -> De
     `/api/generate` uses the chat template unless the request is raw, as Ollama does.
     """
     system = [{"role": "system", "content": request.system}] if request.system else []
-    content = _with_images("images", request.images, request.prompt)
+    content = _with_images("images", request.images, request.prompt or "")
     messages = [*system, {"role": "user", "content": content}]
     return DerivedChat(messages=messages, **_shared(request, options))
 
@@ -264,7 +264,7 @@ def completion_of(
     if shared.pop("logprobs", None):
         shared["logprobs"] = request.top_logprobs or 0
     shared.setdefault("max_tokens", max_tokens)
-    return CompletionRequest(prompt=request.prompt, suffix=request.suffix, **shared)
+    return CompletionRequest(prompt=request.prompt or "", suffix=request.suffix, **shared)
 
 
 def _shared(request: OllamaRequest, options: OllamaOptions) -> JSONObject:

@@ -3,6 +3,7 @@
 A null in a body means that the field is not given; the table in `fields.py` decides about all other fields.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
@@ -69,7 +70,9 @@ FORMAT_MEMBERS = {
 }
 INHERITED = ("model", "cache_salt", "priority")
 ENCRYPTED = "reasoning.encrypted_content"
-LOGPROBS = "message.output_text.logprobs"  # the rest of what can be included is of built-in tools and media
+LOGPROBS = "message.output_text.logprobs"
+# Input items have their images anyway, and no response has calls of built-in tools.
+INCLUDED = re.compile(r"message\.input_image\.image_url|\w+_call(_output)?\..+")
 
 
 class ResponsesTurn:
@@ -100,6 +103,7 @@ class ResponsesTurn:
         # The items up to the end of the input, to be stored.
         self.pieces: tuple[bytes, ...] = ()
         self.history = history
+        _check_include(body.include or ())
         self.items = _input_items(body, is_first=not history)
         self.tools = ResponseTools(body.tools)
         self.transcript = Transcript()
@@ -137,6 +141,12 @@ class ResponsesTurn:
             **fields,
             **body.shared(),
         )
+
+
+def _check_include(names: Sequence[str]) -> None:
+    for i, name in enumerate(names):
+        if name not in (ENCRYPTED, LOGPROBS) and INCLUDED.fullmatch(name) is None:
+            raise invalid(f"include[{i}]", f"must be {ENCRYPTED} or {LOGPROBS}", name)
 
 
 def _inheriting(body: ResponsesRequest, previous: StoredResponse) -> ResponsesRequest:

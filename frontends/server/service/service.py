@@ -426,9 +426,9 @@ class Service:
     def check_model(self, name: str | None) -> str:
         """Return the model's name for the response.  Raises TrouperNotFoundError.
 
-        A request without a name gets the server's own model.  Adapters are names, too.
+        A request without a name, or with an empty one, gets the server's own model.  Adapters are names, too.
         """
-        if name is None:
+        if not name:
             return self.model_names[0]
         is_known = name in self.model_names or untagged(name) in self.model_names
         if not is_known and self.adapter(name) is None:
