@@ -10,7 +10,7 @@ from torch import nn
 
 from trouper.actors.executor.media import tower as tower_module
 from trouper.actors.executor.media.encoder import GIVE_BACK_ITEMS, MediaEncoder, WholeItem
-from trouper.actors.executor.media.slices import (
+from trouper.actors.executor.media.tower import (
     SlicedLinear,
     SlicedWork,
     Slices,

@@ -14,7 +14,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.media.slices import SlicedWork
+from trouper.actors.executor.media.tower import SlicedWork
 from trouper.actors.executor.media.tower import MediaTower
 from trouper.actors.messages.media import MediaItem
 
