@@ -14,9 +14,9 @@ from trouper.actors.executor.media.tower import (
     SlicedLinear,
     SlicedWork,
     Slices,
+    TowerFunctions,
     slice_layers,
 )
-from trouper.actors.executor.media.tower import TowerFunctions
 from trouper.actors.messages.media import MediaItem
 from trouper.kernels.linear import LinearConfig
 from trouper.kernels.select import make_linear

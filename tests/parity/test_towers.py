@@ -11,8 +11,7 @@ import transformers
 
 from tests.support.vision import VisionModel, _parts
 from trouper.actors.executor.media.projectors import best_shape
-from trouper.actors.executor.media.tower import Slices
-from trouper.actors.executor.media.tower import MediaTower
+from trouper.actors.executor.media.tower import MediaTower, Slices
 from trouper.actors.executor.media.vision import KINDS, VisionTower, own_tower, side_of
 from trouper.actors.executor.weights import tower as tower_module
 from trouper.actors.executor.weights.tower import _filled

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import pytest
 
 from tests.server.bad_input import FORBIDDEN, TOO_MUCH
-from trouper.actors.rendering.chat import confined
-from trouper.actors.rendering.chat.confined import (
+from trouper.actors.rendering.chat import conversations
+from trouper.actors.rendering.chat.conversations import (
     FOREIGN,
     MAX_TEMPLATES,
     ConfinedTemplates,
@@ -52,7 +52,7 @@ def impatience(monkeypatch):
     @contextmanager
     def impatience():
         with monkeypatch.context() as patch:
-            patch.setattr(confined, "WALL_S", 0.001)
+            patch.setattr(conversations, "WALL_S", 0.001)
             yield
 
     return impatience
@@ -190,7 +190,7 @@ def test_it_inherits_no_secrets(monkeypatch, started):
 
 
 def test_process_that_cannot_start_or_fails_is_our_fault(monkeypatch):
-    monkeypatch.setattr(confined, "WORKER", "no_such_module")
+    monkeypatch.setattr(conversations, "WORKER", "no_such_module")
     with pytest.raises(GenerationError, match="No module named no_such_module"):
         render_once(TEMPLATE, CHAT)
     monkeypatch.setattr(sys, "executable", "/no/such/python")

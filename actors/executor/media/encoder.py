@@ -14,8 +14,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from trouper.actors.executor.media.tower import SlicedWork
-from trouper.actors.executor.media.tower import MediaTower
+from trouper.actors.executor.media.tower import MediaTower, SlicedWork
 from trouper.actors.messages.media import MediaItem
 
 # Items between two calls of `give_back`: each item leaves about 1 MiB of freed memory between blocks in use.

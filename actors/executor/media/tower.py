@@ -4,49 +4,39 @@ The rows of an image or a recording depend on nothing else, so they can be cache
 
 The library's code calls torch's functions for attention, GELU and layer norms, which take a third of its time.  `TowerFunctions` replaces
 them by this engine's kernels, two to four times as fast in bfloat16, and leaves calls that the kernels cannot serve to torch.
-Law: this choice depends only on the shapes and the mask of an item, so an item has the same rows in every step.
 
-Run a vision tower a slice at a time, so that running streams continue while a large image is encoded.
-
-The tower is code of transformers and cannot be left in the middle, so it runs on a thread of its own.  This thread and the device's
-thread never compute at the same time: one of them waits while the other one works.
+A tower runs a slice at a time, so that running streams continue while a large image is encoded.  The library's code cannot be left in
+the middle, so it runs on a thread of its own.  This thread and the device's thread never compute at the same time: one of them waits
+while the other one works.
 
 Laws.
 1. A slice ends at the first `pause` behind its deadline, and every slice reaches the next `pause` at least.
 2. One item is encoded at a time, from its begin to its end.  The tower's forward pass is not entered twice.
 3. Slices change no bit of a result: layers compute the tiles of an image, and products compute rows, independently of each other.
+4. Whether a kernel serves a call depends only on the shapes and the mask of an item, so an item has the same rows in every step.
 """
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
-import numpy as np
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any, cast
+
+import numpy as np
 import torch
 import torch.nn.functional as F
-from math import prod
-from torch import Tensor
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
 from trouper.actors.executor.media.projectors import num_tiles
-from trouper.actors.executor.media.vision import VisionTower
-from trouper.actors.executor.media.vision import side_of
-from trouper.actors.messages.media import MediaArray
-from trouper.actors.messages.media import MediaItem
-from trouper.config.media import AUDIO
-from trouper.config.media import IMAGE
-from trouper.config.media import MediaConfig
+from trouper.actors.executor.media.vision import VisionTower, side_of
+from trouper.actors.messages.media import MediaArray, MediaItem
+from trouper.config.media import AUDIO, IMAGE, MediaConfig
 from trouper.errors import UnsupportedFeatureError
 from trouper.kernels.codegen.units import LANES
-from trouper.kernels.cpu.attention.varlen import attend_both_ways
-from trouper.kernels.cpu.attention.varlen import is_native
-from trouper.kernels.cpu.encoder_ops import LayerNorm
-from trouper.kernels.cpu.encoder_ops import gelu
+from trouper.kernels.cpu.attention.varlen import attend_both_ways, is_native
+from trouper.kernels.cpu.encoder_ops import LayerNorm, gelu
 from trouper.kernels.linear import LinearMethod
-from typing import Any
-from typing import cast
-
 
 # Multiplications and additions between two points at which a product may stop: 11 ms at the 380 GFLOP/s of two cores.
 PIECE_OPERATIONS = 4 * 2**30
@@ -457,5 +447,3 @@ def _grey(config: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
     if "pixel_attention_mask" in names:
         made["pixel_attention_mask"] = torch.ones((1, 1, side, side), dtype=torch.int64)
     return made
-
-

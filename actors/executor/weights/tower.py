@@ -15,8 +15,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from trouper.actors.executor.media.tower import SlicedLinear, Slices, slice_layers
-from trouper.actors.executor.media.tower import ADVICE, MediaTower
+from trouper.actors.executor.media.tower import (
+    ADVICE,
+    MediaTower,
+    SlicedLinear,
+    Slices,
+    slice_layers,
+)
 from trouper.actors.executor.media.vision import VisionTower, own_tower, plain_name
 from trouper.actors.executor.models.hf_decoder import HfLinear
 from trouper.actors.executor.weights.checkpoint import Checkpoint, RandomWeights

@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from trouper.actors.rendering.chat.arrangements import Arranger, Chat
-from trouper.actors.rendering.chat.messages import (
+from trouper.actors.rendering.chat.conversations import (
     IMAGE_MARK,
     MARK,
     is_array,

@@ -22,8 +22,12 @@ from trouper.actors.messages.requests import (
     Track,
 )
 from trouper.actors.messages.sinks import GenerationSink
-from trouper.actors.rendering.chat.confined import ConfinedTemplates, TemplateSource, render_once
-from trouper.actors.rendering.chat.messages import IMAGE_MARK
+from trouper.actors.rendering.chat.conversations import (
+    IMAGE_MARK,
+    ConfinedTemplates,
+    TemplateSource,
+    render_once,
+)
 from trouper.actors.rendering.grammar.grammars import Grammars
 from trouper.actors.rendering.media.items import (
     MediaPreprocessor,
