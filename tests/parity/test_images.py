@@ -203,8 +203,20 @@ def test_adapters_of_a_tower_are_refused(llava, tmp_path):
             if options:
                 assert llm.generate("a", params(), lora_request=adapter, use_tqdm=False)
                 continue
-            with pytest.raises(UnsupportedFeatureError, match="1 modules of the vision"):
+            with pytest.raises(UnsupportedFeatureError, match=f"1 modules of the vision.*{places[1]}"):
                 llm.generate("a", params(), lora_request=adapter, use_tqdm=False)
+
+
+def test_adapter_of_only_a_tower_is_refused_by_name(llava, tmp_path):
+    place = "model.multi_modal_projector.linear_1"
+    tensors = {f"base_model.model.{place}.lora_{side}.weight": torch.ones(4, 4) for side in "AB"}
+    adapter = LoRARequest("tower", 1, write_adapter(tmp_path / "tower", tensors))
+    for options in ({}, {"language_model_only": True}):
+        with (
+            opened(llava, enable_lora=True, **options) as llm,
+            pytest.raises((UnsupportedFeatureError, TrouperValidationError), match=place),
+        ):
+            llm.generate("a", params(), lora_request=adapter, use_tqdm=False)
 
 
 def test_an_image_may_be_a_single_row(oracles, monkeypatch):

@@ -239,13 +239,18 @@ class AdapterSlots:
             raise _bad(
                 f"the model has no such modules, or they cannot be adapted: {_listed(unknown)}"
             )
+        if unused := [given for given in sides if given not in named]:
+            if self._has_tower:
+                advice = f"; {ADVICE}" if named else ""
+                rule = f"it changes {len(unused)} modules of the vision or audio tower, whose adapters are not supported: {_listed(unused)}{advice}"
+                raise UnsupportedFeatureError(f"lora_path: {rule}", parameter="lora_path")
+            if not named:
+                raise _bad(
+                    f"it changes only a vision or audio tower, which is not served: {_listed(unused)}"
+                )
+            logger.info(TOWERS, len(unused))
         if not named:
             raise _bad("it contains no matrix")
-        if num_unused := len(sides) - len(named):
-            if self._has_tower:
-                rule = f"it changes {num_unused} modules of the vision or audio tower, whose adapters are not supported; {ADVICE}"
-                raise UnsupportedFeatureError(f"lora_path: {rule}", parameter="lora_path")
-            logger.info(TOWERS, num_unused)
         return {
             module: self._low_rank(given, self._parts[module], config, sides[given])
             for given, module in sorted(named.items())

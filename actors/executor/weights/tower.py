@@ -87,7 +87,8 @@ def _filled(model: VisionTower, config: EngineConfig, dtype: torch.dtype) -> Vis
     """Read the weights of an own tower.
 
     Raises:
-        TrouperValidationError: the checkpoint lacks tensors of the tower, or has them in another shape or quantized.
+        TrouperValidationError: the checkpoint lacks tensors of the tower, has one under two names, or has them in another shape or
+            quantized.
     """
     wanted = {name: tuple(found.shape) for name, found in model.named_parameters()}
     if config.load_format == "dummy":
@@ -98,10 +99,14 @@ def _filled(model: VisionTower, config: EngineConfig, dtype: torch.dtype) -> Vis
     folder = config.model.path
     checkpoint = Checkpoint(Path(folder))
     shapes = checkpoint.shapes
-    names = {plain_name(name): name for name in shapes if not _is_of_text(name)}
-    places = {name: names.get(plain_name(name)) for name in wanted}
-    _refuse("lacks", [name for name, place in places.items() if place is None], folder)
-    found = [(name, str(place)) for name, place in places.items()]
+    names: dict[str, list[str]] = {}
+    for name in shapes:
+        if not _is_of_text(name):
+            names.setdefault(plain_name(name), []).append(name)
+    places = {name: names.get(plain_name(name), []) for name in wanted}
+    _refuse("lacks", [name for name, stored in places.items() if not stored], folder)
+    _refuse("has duplicates among", [n for s in places.values() if len(s) > 1 for n in s], folder)
+    found = [(name, stored[0]) for name, stored in places.items()]
     misshapen = [place for name, place in found if wanted[name] not in _flat(shapes[place])]
     _refuse("has misshapen", misshapen, folder)
     mistyped = [place for _, place in found if checkpoint.dtype(place) not in FLOATS]
