@@ -192,7 +192,7 @@ async def test_pooling_routes_take_images(reference):
             ("/score", {"data_1": "a", "data_2": {"content": []}}, "data_2.content"),
             ("/score", {"data_1": "a", "data_2": {}}, "data_2"),
             ("/rerank", {"query": "a", "documents": [{"content": [{"image_url": 5}]}]}, "documents[0].content[0].image_url"),
-            ("/v1/embeddings", chat([{"image_url": "data:;base64,QQ=="}]), "messages[0].content[0]"),
+            ("/v1/embeddings", chat([{"image_url": "data:;base64,QQ=="}]), "messages[0].content[0].image_url"),
             ("/v1/embeddings", {**chat([part]), "mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs"),
             ("/rerank", {"query": "a", "documents": ["b", {"content": [part]}], "max_tokens_per_doc": 3}, "max_tokens_per_doc"),
             ("/score", {"data_1": {"content": [part]}, "data_2": "a", "max_tokens_per_query": 3}, "max_tokens_per_query"),

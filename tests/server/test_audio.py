@@ -98,13 +98,13 @@ class TestInMemory:
     @pytest.mark.parametrize(
         ("part", "place", "code"),
         [
-            ({"input_audio": wav(b"%PDF-1.7")}, "input_audio", "invalid_audio"),
-            ({"input_audio": wav(b"")}, "input_audio", "invalid_audio"),
-            ({"input_audio": wav(saved(SOUND, "AIFF"))}, "input_audio", "invalid_audio"),
-            ({"input_audio": wav(saved(SOUND, "FLAC")[:9000])}, "input_audio", "invalid_audio"),
-            ({"input_audio": {"data": "?"}}, "input_audio.data", "invalid_audio"),
-            ({"input_audio": wav(saved(np.zeros(601_000), rate=1000))}, "", "media_too_large"),
-            ({"audio_url": "https://example.org/a.wav"}, "audio_url", "media_url_blocked"),
+            ({"input_audio": wav(b"%PDF-1.7")}, ".input_audio.data", "invalid_audio"),
+            ({"input_audio": wav(b"")}, ".input_audio.data", "invalid_audio"),
+            ({"input_audio": wav(saved(SOUND, "AIFF"))}, ".input_audio.data", "invalid_audio"),
+            ({"input_audio": wav(saved(SOUND, "FLAC")[:9000])}, ".input_audio.data", "invalid_audio"),
+            ({"input_audio": {"data": "?"}}, ".input_audio.data", "invalid_audio"),
+            ({"input_audio": wav(saved(np.zeros(601_000), rate=1000))}, ".input_audio.data", "media_too_large"),
+            ({"audio_url": "https://example.org/a.wav"}, ".audio_url", "media_url_blocked"),
             ({"image_url": "data:;base64,QUJD"}, "", "invalid_value"),
             ({"video_url": "data:;base64,QUJD"}, "", None),
         ],
@@ -114,7 +114,7 @@ class TestInMemory:
         error = answer.json["error"]
         assert answer.status in (400, 403), answer.body
         assert code is None or error["code"] == code
-        assert error["param"].startswith("messages[0].content[1]")
+        assert error["param"] == f"messages[0].content[1]{place}"
 
     async def test_transcription_is_the_answer_of_the_model(self, client):
         answer = await ask(client, language="en", max_completion_tokens="6")

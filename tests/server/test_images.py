@@ -91,7 +91,7 @@ async def test_refusal_names_the_part(client, name):
     ("block", "status", "words"),
     [
         (source(type="base64", media_type="image/png", data=B64), 400, f"{PART}: the model"),
-        (source(type="base64", data="?"), 400, f"{PART}: is not base64"),
+        (source(type="base64", data="?"), 400, f"{PART}.source.data: is not base64"),
         (source(type="base64", data=5), 400, f"{PART}.source.data: "),
         (source(type="base64", media_type=5, data=B64), 400, f"{PART}.source.media_type: "),
         (source(type="url", url=HTTPS), 403, f"{PART}.source.url: "),
@@ -148,7 +148,7 @@ def test_images_of_results_follow_all_results():
     )
     transcript = Transcript()
     messages = chat_of(body, transcript).messages
-    part = {"type": "image", "image": Base64File(B64)}
+    part = {"type": "image", "image": Base64File(B64, ".source.data")}
     assert [m["role"] for m in messages] == ["assistant", "tool", "tool", "user"]
     assert [m["content"] for m in messages[1:]] == [
         "a",

@@ -237,7 +237,28 @@ class TestInMemory:
         answer = await client.post("/v1/chat/completions", {"messages": messages, **GREEDY})
         error = answer.json["error"]
         assert (answer.status, error["code"]) == (400, code)
-        assert error["param"].startswith("messages[0].content[2]")
+        assert error["param"] == "messages[0].content[2].image_url"
+        assert error["message"].startswith(error["param"])
+
+    @pytest.mark.parametrize("data", ["?", base64.b64encode(b"%PDF-1.7").decode()])
+    async def test_error_of_each_api_names_the_field(self, client, data):
+        """Of a file that is not base64, and of one that is no image."""
+        source = {"type": "base64", "media_type": "image/png", "data": data}
+        image = {"type": "input_image", "image_url": f"data:image/png;base64,{data}"}
+        turn = {"role": "user", "content": "a", "images": [data]}
+        for path, body, place in (
+            ("/v1/messages", {"messages": [{"role": "user", "content": [TEXT, {"type": "image", "source": source}]}]},
+             "messages[0].content[1].source.data"),
+            ("/v1/responses", {"input": [{"role": "user", "content": [image]}]}, "input[0].content[0].image_url"),
+            ("/api/chat", {"messages": [turn]}, "messages[0].images[0]"),
+            ("/api/generate", {"prompt": "a", "images": [data]}, "images[0]"),
+        ):  # fmt: skip
+            limit = {} if path == "/v1/responses" else {"max_tokens": 1}
+            answer = await client.post(path, {**limit, **body})
+            error = answer.json["error"]
+            text = error if isinstance(error, str) else error["message"]
+            assert answer.status == 400
+            assert f"{place}: " in text, text
 
     async def test_too_many_images_are_refused(self, client):
         messages = [{"role": "user", "content": [PART] * 33}]

@@ -227,7 +227,8 @@ class MediaPreprocessor:
         left = MAX_REQUEST_SECONDS if self.modality == AUDIO else MAX_REQUEST_PIXELS
         found: list[PlacedItem] = []
         for part in parts:
-            with _named(part.where, self.modality):
+            place = part.where + part.field
+            with _named(place, self.modality):
                 data = None if part.data is None else self._read(part.data)
                 content = _content(data) if part.uuid is None else b"uuid" + part.uuid.encode()
                 whose = scope if part.uuid is None else _joined(scope, client.encode())
@@ -235,9 +236,9 @@ class MediaPreprocessor:
                 placed = self._cache.get(key)
                 if placed is None:
                     if data is None:
-                        rule = f"{part.where}: the item with this uuid is not cached; send its data, too"
-                        raise MediaError(rule, parameter=part.where, code="multimodal_cache_miss")
-                    order = MediaOrder(data, part.where, merged, left)
+                        rule = f"{place}: the item with this uuid is not cached; send its data, too"
+                        raise MediaError(rule, parameter=place, code="multimodal_cache_miss")
+                    order = MediaOrder(data, place, merged, left)
                     placed, size = self._processed(key, order, is_named=part.uuid is not None)
                     left -= size
             found.append(placed)

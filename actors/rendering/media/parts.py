@@ -39,9 +39,14 @@ FILES = ("file", "input_file", "document")
 
 
 class Base64File(msgspec.Struct, frozen=True):
-    """A file that a frontend took from a field of its API as base64.  It is decoded in the renderer's thread."""
+    """A file that a frontend took from a field of its API as base64.  It is decoded in the renderer's thread.
+
+    Attributes:
+        field: the field within the client's part, such as `.source.data`; empty if the part is the file.
+    """
 
     text: str | memoryview
+    field: str = ""
 
     def __repr__(self) -> str:
         return f"<a file in {len(self.text)} characters of base64>"
@@ -63,12 +68,14 @@ class MediaPart(NamedTuple):
         data: the bytes of a file, a PIL image, an array, or samples with their rate; None if only its `uuid` is given.
         uuid: the caller's name of it.
         where: its place, such as `messages[0].content[1]`.
+        field: the field in that place with the file, such as `.image_url`.
     """
 
     data: Any
     uuid: str | None
     where: str
     modality: str = IMAGE
+    field: str = ""
 
 
 def take_media(messages: Sequence[Any], folder: str = "") -> tuple[list[Any], list[MediaPart]]:
@@ -157,8 +164,17 @@ def _taken(part: Any, where: str, role: Any, found: list[MediaPart], folder: str
     fields = cast("Mapping[str, Any]", part)
     modality = AUDIO if kind in RECORDINGS else IMAGE
     data = _data(kind, fields, where, folder)
-    found.append(MediaPart(data, _uuid(fields, where), where, modality))
+    field = _field(kind, fields)
+    found.append(MediaPart(data, _uuid(fields, where), where, modality, field))
     return {"type": modality, "index": len(found) - 1}
+
+
+def _field(kind: str, fields: Mapping[str, Any]) -> str:
+    """Return the field of a part with its file, which errors about the file name."""
+    if kind == "input_audio":
+        return f".{kind}.data"
+    given = fields.get(kind)
+    return given.field if isinstance(given, Base64File) else f".{url_name(fields) or kind}"
 
 
 def _data(kind: str, fields: Mapping[str, Any], where: str, folder: str) -> Any:
@@ -175,7 +191,7 @@ def _data(kind: str, fields: Mapping[str, Any], where: str, folder: str) -> Any:
     if given is None and fields.get("uuid") is not None:
         return None
     if isinstance(given, Base64File):
-        return read_at(where, given)
+        return read_at(where + given.field, given)
     if kind == AUDIO:
         if given is None or isinstance(given, str | memoryview | int | float):
             rule = "must be an array, a pair (array, rate) or the bytes of a file; for a URL use a part of type audio_url"
@@ -246,12 +262,14 @@ def _url(name: str, fields: Mapping[str, Any], where: str) -> Any:
     if fields.get("file_id") is not None:
         raise invalid(f"{where}.file_id", f"files are not stored here; use {name} with a data: URL")
     given = fields.get(name)
-    detail = fields.get("detail")
+    detail, place = fields.get("detail"), f"{where}.detail"
     if isinstance(given, Mapping):
         inner = cast("Mapping[str, Any]", given)
-        given, detail = inner.get("url"), inner.get("detail", detail)
+        given = inner.get("url")
+        if "detail" in inner:
+            detail, place = inner["detail"], f"{where}.{name}.detail"
     if detail is not None and detail not in DETAILS:
-        raise invalid(f"{where}.detail", f"must be one of {', '.join(DETAILS)}", detail)
+        raise invalid(place, f"must be one of {', '.join(DETAILS)}", detail)
     return given
 
 

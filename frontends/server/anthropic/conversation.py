@@ -460,7 +460,7 @@ def _image(place: str, block: JSONObject) -> JSONObject:
             if media_type is not None and not isinstance(media_type, str):
                 raise invalid(f"{place}.source.media_type", "must be a string", media_type)
             text = cast("str | memoryview", data)
-            return {"type": "image", "image": Base64File(text)}
+            return {"type": "image", "image": Base64File(text, ".source.data")}
         case "url":
             return {"type": "image_url", "image_url": source.get("url")}
         case "file":
