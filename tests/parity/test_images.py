@@ -203,7 +203,9 @@ def test_adapters_of_a_tower_are_refused(llava, tmp_path):
             if options:
                 assert llm.generate("a", params(), lora_request=adapter, use_tqdm=False)
                 continue
-            with pytest.raises(UnsupportedFeatureError, match=f"1 modules of the vision.*{places[1]}"):
+            with pytest.raises(
+                UnsupportedFeatureError, match=f"1 modules of the vision.*{places[1]}"
+            ):
                 llm.generate("a", params(), lora_request=adapter, use_tqdm=False)
 
 

@@ -90,7 +90,11 @@ def test_other_roles_have_no_images(role):
         ({"type": "image_url", "image_url": {"url": ["a"]}}, "image_url", "invalid_value"),
         ({"type": "image_url", "image_url": "http://a/b"}, "image_url", "media_url_blocked"),
         ({"type": "image_url", "image_url": "data:;base64,?"}, "image_url", "invalid_image"),
-        ({"type": "image_url", "image_url": {"url": URL, "detail": 1}}, "image_url.detail", "invalid_value"),
+        (
+            {"type": "image_url", "image_url": {"url": URL, "detail": 1}},
+            "image_url.detail",
+            "invalid_value",
+        ),
         ({"type": "input_image", "file_id": "file-1"}, "file_id", "invalid_value"),
         ({"type": "image", "image": URL}, "image", "invalid_value"),
         ({"type": "image", "url": URL}, "image", "invalid_value"),

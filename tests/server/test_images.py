@@ -99,7 +99,7 @@ async def test_refusal_names_the_part(client, name):
         (source(type="file", file_id="x"), 400, f"{PART}.source.type"),
         (source(type="x"), 400, f"{PART}.source.type: "),
         ({"type": "image"}, 400, f"{PART}.source.type: "),
-        ({"type": "document", "source": {}}, 400, "each page as an image"),
+        ({"type": "document", "source": {"type": "base64"}}, 400, "each page as an image"),
     ],
 )
 @pytest.mark.parametrize("route", ["", "/count_tokens"])
