@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trouper.actors.rendering.chat.template import ChatTemplate
+from trouper.actors.rendering.template import ChatTemplate
 from trouper.errors import TrouperValidationError
 
 LOOP = "{% for m in messages %}"

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from trouper.actors.rendering.chat.conversations import past_arguments
-from trouper.actors.rendering.chat.template import ChatTemplate
+from trouper.actors.rendering.conversations import past_arguments
+from trouper.actors.rendering.template import ChatTemplate
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 

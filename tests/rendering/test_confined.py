@@ -10,17 +10,17 @@ from contextlib import contextmanager
 import pytest
 
 from tests.server.bad_input import FORBIDDEN, TOO_MUCH
-from trouper.actors.rendering.chat import conversations
-from trouper.actors.rendering.chat.conversations import (
+from trouper.actors.rendering import conversations
+from trouper.actors.rendering.confined_process import ConfinedProcess
+from trouper.actors.rendering.conversations import (
     FOREIGN,
     MAX_TEMPLATES,
     ConfinedTemplates,
     TemplateSource,
     render_once,
 )
-from trouper.actors.rendering.chat.template import ChatTemplate
-from trouper.actors.rendering.confined_process import ConfinedProcess
 from trouper.actors.rendering.prompts.prompts import Prompts
+from trouper.actors.rendering.template import ChatTemplate
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.errors import (
     GenerationError,

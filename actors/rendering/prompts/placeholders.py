@@ -16,7 +16,7 @@ import msgspec
 
 from trouper.actors.messages.media import MediaItem
 from trouper.actors.messages.requests import Embeds
-from trouper.actors.rendering.chat.conversations import MARK
+from trouper.actors.rendering.conversations import MARK
 from trouper.actors.rendering.media.items import PlacedItem
 from trouper.actors.rendering.media.parts import MAX_UUID_CHARS, MediaPart
 from trouper.actors.rendering.tokenizer import Tokenizer

@@ -22,7 +22,7 @@ from trouper.actors.messages.requests import (
     Track,
 )
 from trouper.actors.messages.sinks import GenerationSink
-from trouper.actors.rendering.chat.conversations import (
+from trouper.actors.rendering.conversations import (
     IMAGE_MARK,
     ConfinedTemplates,
     TemplateSource,

@@ -1,6 +1,6 @@
 """The process in which chat templates are rendered: limits first, then one order after another from a socket.
 
-python -P -m trouper.actors.rendering.chat.template_worker CPU_S MEMORY MAX_CHARS    (standard input is the socket)
+python -P -m trouper.actors.rendering.template_worker CPU_S MEMORY MAX_CHARS    (standard input is the socket)
 
 The end of the socket ends the process.
 """
@@ -13,8 +13,8 @@ import sys
 import time
 from typing import Any
 
-from trouper.actors.rendering.chat.template import ChatTemplate
 from trouper.actors.rendering.confined_process import LENGTH_BYTES, OVER_BUDGET, framed
+from trouper.actors.rendering.template import ChatTemplate
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 
 

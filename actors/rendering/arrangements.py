@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any, NamedTuple, cast
 
-from trouper.actors.rendering.chat.conversations import is_array, is_object
+from trouper.actors.rendering.conversations import is_array, is_object
 from trouper.errors import TrouperValidationError, invalid
 
 Message = dict[str, Any]

@@ -136,7 +136,7 @@ def _ends(text: str) -> list[tuple[int, str]]:
     return ends[::-1]
 
 
-WORKER = "trouper.actors.rendering.chat.template_worker"
+WORKER = "trouper.actors.rendering.template_worker"
 WALL_S = 10.0  # on a busy machine
 MAX_TEMPLATES = 16  # that one process keeps compiled; then the next one begins
 

@@ -21,8 +21,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from trouper.actors.rendering.chat.arrangements import Arranger, Chat
-from trouper.actors.rendering.chat.conversations import (
+from trouper.actors.rendering.arrangements import Arranger, Chat
+from trouper.actors.rendering.conversations import (
     IMAGE_MARK,
     MARK,
     is_array,

@@ -1,1 +1,0 @@
-"""Conversations, rendered by the model's chat template in processes with a budget."""
