@@ -31,8 +31,8 @@ from trouper.config.resolve import resolve
 from trouper.config.view import ConfigView, ModelView, vllm_config
 from trouper.errors import EngineDeadError, invalid
 from trouper.frontends.python.autostart import BackgroundTask, LazyGeneration, can_start
-from trouper.frontends.python.controls import AsyncControls
-from trouper.frontends.python.options import (
+from trouper.frontends.python.controls import (
+    AsyncControls,
     check_unused,
     default_sampling_params,
     plain_prompt,

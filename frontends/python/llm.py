@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Self, cast
 from trouper.config.args import EngineArgs
 from trouper.errors import EnginePausedError, TrouperValidationError, UnsupportedFeatureError
 from trouper.frontends.python.beam_search import BeamSearchOutput, SearchLimits, beam_search
+from trouper.frontends.python.controls import default_sampling_params, one_each
 from trouper.frontends.python.llm_engine import LLMEngine
 from trouper.frontends.python.llm_pooling import (
     Conversation,
@@ -23,7 +24,6 @@ from trouper.frontends.python.llm_pooling import (
     progress_bar,
     submit,
 )
-from trouper.frontends.python.options import default_sampling_params, one_each
 from trouper.inputs import PromptType
 from trouper.lora import LoRARequest
 from trouper.outputs import RequestOutput

@@ -21,8 +21,8 @@ from trouper.errors import (
     TrouperValidationError,
     UnsupportedFeatureError,
 )
+from trouper.frontends.python.controls import check_unused, one_each, plain_prompt
 from trouper.frontends.python.engine_thread import BlockingControls
-from trouper.frontends.python.options import check_unused, one_each, plain_prompt
 from trouper.frontends.python.scoring import Pooled, Scorer, as_pairs, collect
 from trouper.inputs import ChatPrompt, PoolingPrompt, PromptType
 from trouper.outputs import (

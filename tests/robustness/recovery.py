@@ -25,10 +25,8 @@ import msgspec
 from trouper.bench.report import percentile
 from trouper.bench.serve import demo_of_length
 from trouper.bench.studies.server.server_under_test import cpu_s
-from trouper.frontends.server.durable.disk import FolderDisk
-from trouper.frontends.server.durable.frames import decode_head
-from trouper.frontends.server.durable.records import Tokens
-from trouper.frontends.server.durable.segments import Segments
+from trouper.frontends.server.durable.records import Tokens, decode_head
+from trouper.frontends.server.durable.segments import FolderDisk, Segments
 from trouper.frontends.server.generation.durable import SavedCall
 
 from .durable_kills import KilledServer

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from trouper.frontends.server.anthropic.conversation import MessagesRequest
 from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest
-from trouper.frontends.server.responses.turn import ResponsesRequest
+from trouper.frontends.server.responses.conversation import ResponsesRequest
 from trouper.frontends.server.shared import fields
 
 PAGE = Path(__file__).parents[2] / "docs" / "fields.md"

@@ -7,7 +7,7 @@ from pathlib import Path
 from trouper.frontends.cli.arguments.options import SamplingOptions
 from trouper.frontends.server.anthropic.conversation import MessagesRequest
 from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest
-from trouper.frontends.server.responses.turn import ResponsesRequest
+from trouper.frontends.server.responses.conversation import ResponsesRequest
 from trouper.params import SamplingParams
 from trouper.sampling_fields import FIELDS, NOT_IMPLEMENTED
 

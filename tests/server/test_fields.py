@@ -10,8 +10,8 @@ from trouper.frontends.server.anthropic.conversation import CountTokensRequest, 
 from trouper.frontends.server.generation.request_fields import SamplingFields
 from trouper.frontends.server.openai import requests
 from trouper.frontends.server.ops.control import LoadAdapterRequest, UnloadAdapterRequest
-from trouper.frontends.server.pooling import requests as pooling
-from trouper.frontends.server.responses.turn import ResponsesRequest
+from trouper.frontends.server.pooling import formats as pooling
+from trouper.frontends.server.responses.conversation import ResponsesRequest
 from trouper.frontends.server.shared import fields
 from trouper.frontends.server.shared.errors import describe
 

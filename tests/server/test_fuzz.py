@@ -13,7 +13,7 @@ from trouper.frontends.server.openai.requests import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from trouper.frontends.server.responses.turn import ResponsesRequest
+from trouper.frontends.server.responses.conversation import ResponsesRequest
 
 pytestmark = pytest.mark.anyio
 

@@ -18,9 +18,8 @@ import trio.lowlevel
 import trio.testing
 
 from trouper.errors import TrouperValidationError
-from trouper.frontends.server.durable import frames, records, segments
 from trouper.frontends.server.durable import journal as journal_module
-from trouper.frontends.server.durable.disk import FolderDisk
+from trouper.frontends.server.durable import records, segments
 from trouper.frontends.server.durable.journal import Journal, PendingRecords
 from trouper.frontends.server.durable.records import (
     Admitted,
@@ -29,7 +28,7 @@ from trouper.frontends.server.durable.records import (
     StreamRecord,
     Tokens,
 )
-from trouper.frontends.server.durable.segments import JournalError, Segments
+from trouper.frontends.server.durable.segments import FolderDisk, JournalError, Segments
 from trouper.frontends.server.durable.streams import DurableStream
 
 MODEL = bytes(32)
@@ -173,8 +172,8 @@ class SimulatedDisk:
     def rot(self):
         """Flip one bit at rest."""
         data = self._dice.choice(list(self.files.values())).data
-        if len(data) > frames.HEAD_BYTES:
-            place = self._dice.randrange(frames.HEAD_BYTES, len(data))
+        if len(data) > records.HEAD_BYTES:
+            place = self._dice.randrange(records.HEAD_BYTES, len(data))
             data[place] ^= 1 << self._dice.randrange(8)
 
 
@@ -304,12 +303,12 @@ def test_journal_keeps_its_promises_in_many_schedules():
 
 
 def no_sum(patch):
-    patch.setattr(frames, "_sum", lambda segment, number, frame: bytes(8))
+    patch.setattr(records, "_sum", lambda segment, number, frame: bytes(8))
 
 
 def sum_without_segment(patch):
-    right = frames._sum
-    patch.setattr(frames, "_sum", lambda segment, number, frame: right(b"", number, frame))
+    right = records._sum
+    patch.setattr(records, "_sum", lambda segment, number, frame: right(b"", number, frame))
 
 
 def tokens_without_position(patch):
@@ -536,7 +535,7 @@ async def test_tokens_wait_again_after_a_stall(stalled, disk, monkeypatch):
         go_on(10)
         await until(lambda: journal.is_working)
         await journal.write(Tokens("a", 0, [1], prompt_token_ids=[1]))
-        found = records.recover(map(frames.scan, (file.data for file in disk.files.values())))
+        found = records.recover(map(records.scan, (file.data for file in disk.files.values())))
         assert found["a"].num_tokens == 1
         writers.cancel_scope.cancel()
 

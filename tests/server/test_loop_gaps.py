@@ -20,7 +20,7 @@ from trouper.frontends.server.http import decoding
 from trouper.frontends.server.http.decoding import decode_now
 from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest
 from trouper.frontends.server.pooling import routes
-from trouper.frontends.server.pooling.requests import numbers
+from trouper.frontends.server.pooling.formats import numbers
 
 from .client import Client
 

@@ -11,10 +11,10 @@ from trouper.frontends.server.models.options import (
     check_one,
     has_several,
     read_models,
+    seconds_of,
     split_name,
 )
 from trouper.frontends.server.models.sizes import plan_models
-from trouper.frontends.server.shared.durations import seconds_of
 from trouper.frontends.server.shared.settings import ServeSettings
 
 DEMO = "trouper/demo"

@@ -13,7 +13,7 @@ import msgspec
 from trouper.actors.rendering.media.parts import Base64File
 from trouper.errors import invalid
 from trouper.frontends.server.generation.adapter import StreamEvent
-from trouper.frontends.server.generation.blocks import (
+from trouper.frontends.server.generation.parsers import (
     AnswerBlock,
     BlockEnded,
     BlockEvent,

@@ -28,8 +28,8 @@ from trouper.frontends.server.generation.adapter import (
     StreamEvent,
     call_ids,
 )
-from trouper.frontends.server.generation.blocks import AnswerBlocks, BlockEvent
 from trouper.frontends.server.generation.driver import client_names, drive
+from trouper.frontends.server.generation.parsers import AnswerBlocks, BlockEvent
 from trouper.frontends.server.generation.transcript import Transcript, chat_prompt
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.openai.chat import ChatAdapter

@@ -29,6 +29,7 @@ from trouper.frontends.server.http.body import Body, ClientGone
 from trouper.frontends.server.http.context import (
     Receive,
     RequestContext,
+    Route,
     Scope,
     Send,
 )
@@ -36,7 +37,6 @@ from trouper.frontends.server.http.decoding import decode
 from trouper.frontends.server.http.forms import FormBody
 from trouper.frontends.server.http.headers import HostNames, cors_headers
 from trouper.frontends.server.http.logs import access_line
-from trouper.frontends.server.http.route import Route
 from trouper.frontends.server.models.choosing import choose_model
 from trouper.frontends.server.models.residency import Residency, residency_of
 from trouper.frontends.server.ops.operations import FOLDER, SAFETY

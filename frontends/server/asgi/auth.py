@@ -8,8 +8,7 @@ import hmac
 from hashlib import sha256
 
 from trouper.frontends.server.asgi.routes import ROUTES, find, nearest
-from trouper.frontends.server.http.context import RequestContext
-from trouper.frontends.server.http.route import Access, Route
+from trouper.frontends.server.http.context import Access, RequestContext, Route
 from trouper.frontends.server.ops.operations import is_below_ui
 from trouper.frontends.server.shared.errors import HTTPError, clean
 from trouper.frontends.server.shared.keys import key_digests, tenant_name, user_key_digests

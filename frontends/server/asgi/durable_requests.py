@@ -20,9 +20,8 @@ from trouper.frontends.server.generation.durable import (
     no_journal,
 )
 from trouper.frontends.server.generation.stream_readers import NO, YES, follow_stream
-from trouper.frontends.server.http.context import RequestContext
+from trouper.frontends.server.http.context import RequestContext, Route
 from trouper.frontends.server.http.decoding import THREAD_FROM
-from trouper.frontends.server.http.route import Route
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import HTTPError, unsupported
 

@@ -20,7 +20,7 @@ from trouper.frontends.server.generation.stream_readers import (
     get_stream,
     list_streams,
 )
-from trouper.frontends.server.http.route import Access, Handler, Route
+from trouper.frontends.server.http.context import Access, Handler, Route
 from trouper.frontends.server.ollama import routes as ollama
 from trouper.frontends.server.ollama.requests import (
     OllamaChatRequest,
@@ -65,7 +65,7 @@ from trouper.frontends.server.ops.control import (
 from trouper.frontends.server.ops.models import LoadModelRequest, UnloadModelRequest
 from trouper.frontends.server.ops.openapi import describe
 from trouper.frontends.server.pooling import routes
-from trouper.frontends.server.pooling.requests import (
+from trouper.frontends.server.pooling.formats import (
     ClassifyRequest,
     CohereEmbedRequest,
     EmbeddingRequest,
@@ -73,18 +73,22 @@ from trouper.frontends.server.pooling.requests import (
     RerankRequest,
     ScoreRequest,
 )
-from trouper.frontends.server.responses.compaction import compact_response, count_input_tokens
-from trouper.frontends.server.responses.conversation import MAX_ITEMS
+from trouper.frontends.server.responses.conversation import (
+    MAX_ITEMS,
+    CompactRequest,
+    ResponsesRequest,
+)
 from trouper.frontends.server.responses.routes import (
     RESPONSES,
     RESPONSES_ERRORS,
     cancel_response,
+    compact_response,
+    count_input_tokens,
     create_response,
     delete_response,
     list_input_items,
     retrieve_response,
 )
-from trouper.frontends.server.responses.turn import CompactRequest, ResponsesRequest
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import OPENAI_ERRORS, ErrorForm
 

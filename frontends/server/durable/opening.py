@@ -9,9 +9,8 @@ from trouper.actors.executor.workers.model_files import sample_model
 from trouper.actors.rendering.prompts.prompts import template_text
 from trouper.config.engine_config import EngineConfig
 from trouper.errors import invalid
-from trouper.frontends.server.durable.disk import FolderDisk
 from trouper.frontends.server.durable.journal import Journal
-from trouper.frontends.server.durable.segments import JournalError, Segments
+from trouper.frontends.server.durable.segments import FolderDisk, JournalError, Segments
 from trouper.frontends.server.durable.streams import digest_of
 from trouper.frontends.server.shared.settings import ServeSettings
 

@@ -19,8 +19,7 @@ import msgspec
 from msgspec.structs import asdict
 
 from trouper.frontends.dialects.core import AnswerFormat
-from trouper.frontends.server.durable.frames import PART_BYTES
-from trouper.frontends.server.durable.records import StreamRecord
+from trouper.frontends.server.durable.records import PART_BYTES, StreamRecord
 from trouper.frontends.server.shared.errors import HTTPError
 from trouper.params import SamplingParams
 

@@ -25,10 +25,10 @@ from trouper.frontends.server.generation.adapter import (
     ServedModel,
     StreamEvent,
 )
-from trouper.frontends.server.generation.beams import beam_outputs
 from trouper.frontends.server.generation.parsers import End, ParserChain, Part, texts_of
 from trouper.frontends.server.generation.streams import (
     Consume,
+    beam_outputs,
     final_outputs,
     open_generations,
     read_each,

@@ -26,9 +26,8 @@ from trouper.frontends.server.durable.streams import (
 )
 from trouper.frontends.server.generation.driver import Driver
 from trouper.frontends.server.generation.token_keeper import TokenKeeper
-from trouper.frontends.server.http.context import EVENTS, Message, RequestContext
+from trouper.frontends.server.http.context import EVENTS, Message, RequestContext, Route
 from trouper.frontends.server.http.decoding import decode
-from trouper.frontends.server.http.route import Route
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import (
     HTTPError,

@@ -1,4 +1,7 @@
-"""Represent one HTTP request and its response, over ASGI's scope, receive and send.
+"""Represent one HTTP request and its response, over ASGI's scope, receive and send, and the route that serves it.
+
+A `Route` is an entry of the table of routes.  Its type is here because the context, the service and the OpenAPI document use it,
+and the table imports all handlers.
 
 Laws.  A request gets exactly one response.  After the client disconnected, sending does nothing.  No input larger than its limit is
 kept.
@@ -9,7 +12,7 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from copy import copy
 from secrets import token_hex
 from time import perf_counter
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 from urllib.parse import parse_qs
 
 import anyio
@@ -17,9 +20,55 @@ import msgspec
 
 from trouper.frontends.server.admission.gate import AdmissionTicket
 from trouper.frontends.server.http.body import Body, too_large
-from trouper.frontends.server.http.route import Route
-from trouper.frontends.server.shared.errors import ErrorBody, ErrorForm, Headers, HTTPError
+from trouper.frontends.server.shared.errors import (
+    OPENAI_ERRORS,
+    ErrorBody,
+    ErrorForm,
+    Headers,
+    HTTPError,
+)
 from trouper.frontends.server.shared.settings import ServerSettings
+
+Access = Literal["public", "user", "admin"]
+# Takes the service, the request's context and its decoded body.
+Handler = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+class Route(msgspec.Struct, frozen=True):
+    """The handler of a method and a path, and its description for the OpenAPI document.
+
+    Attributes:
+        body: the type of the request's body, or None without a body.
+        generates: whether the engine works for the request, which is then admitted by the gate.
+        pools: whether the route needs a pooling model; it `generates`, too.
+        tokenizes: whether the request is admitted although the engine does not work for it.
+        reply: the type of the reply; None means any JSON object.
+        stream_prefix: of the ids of its replies; empty if its answers cannot be durable.
+        choose: finds the route of a body, if one path takes the bodies of several routes.
+    """
+
+    method: str
+    path: str
+    access: Access
+    handler: Handler
+    body: type[msgspec.Struct] | None = None
+    generates: bool = False
+    reply: type[msgspec.Struct] | None = None
+    # The kind of the reply's body.
+    kind: Literal["json", "text", "empty", "events", "file"] = "json"
+    # The schemas of the query's fields.
+    query: dict[str, dict[str, Any]] = {}
+    tokenizes: bool = False
+    pools: bool = False
+    # Chooses the route for a body, given the service and the body.
+    choose: Callable[[Any, Any], "Route"] | None = None
+    errors: ErrorForm = OPENAI_ERRORS
+    stream_prefix: str = ""
+    # Whether a body of any content type is read as JSON.  A browser's page cannot post one: requests with an Origin are refused.
+    takes_any_type: bool = False
+    # Whether the body is a form with a file, multipart/form-data, instead of JSON.
+    takes_form: bool = False
+
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

@@ -5,9 +5,8 @@ from typing import Any
 import anyio.to_thread
 import msgspec
 
-from trouper.frontends.server.http.context import RequestContext
+from trouper.frontends.server.http.context import RequestContext, Route
 from trouper.frontends.server.http.decoding import THREAD_FROM
-from trouper.frontends.server.http.route import Route
 from trouper.frontends.server.models.residency import Residency
 from trouper.frontends.server.models.table import HostedModel
 from trouper.frontends.server.shared.errors import HTTPError, unavailable

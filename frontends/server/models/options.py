@@ -1,10 +1,12 @@
 """Read which models a server has: `--model NAME=PATH`, the tables of a TOML file, and the models in a folder.
 
-A model's own table overrides `[defaults]`, and an engine option on the command line overrides both.
+A model's own table overrides `[defaults]`, and an engine option on the command line overrides both.  Durations such as `5m` are
+read as Ollama's clients give them.
 """
 
 import dataclasses
 import difflib
+import math
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,9 +16,33 @@ from typing import Any, cast
 from trouper.config.args import EngineArgs
 from trouper.errors import TrouperValidationError, invalid
 from trouper.frontends.server.models.policy import ResidencyLimits
-from trouper.frontends.server.shared.durations import seconds_of
 from trouper.frontends.server.shared.settings import ServeSettings
 from trouper.lora import LoRARequest
+
+DURATION = re.compile(r"-?(\d+(\.\d*)?(ns|us|µs|ms|s|m|h))+")
+PART = re.compile(r"(\d+(?:\.\d*)?)(ns|us|µs|ms|s|m|h)")
+SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def seconds_of(value: str | float, parameter: str) -> float:
+    """Return a duration in seconds.  A negative one means that there is no end, so it becomes infinity.
+
+    Raises:
+        TrouperValidationError: it is neither a number of seconds nor a duration such as 5m or 1h30m.
+    """
+    if isinstance(value, str) and DURATION.fullmatch(value) is not None:
+        if value.startswith("-"):
+            return math.inf
+        return sum(float(number) * SECONDS[unit] for number, unit in PART.findall(value))
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if math.isnan(seconds):
+        rule = "must be a number of seconds or a duration such as 5m or 1h30m"
+        raise invalid(parameter, rule, value)
+    return math.inf if seconds < 0 else seconds
+
 
 UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)

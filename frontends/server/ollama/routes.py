@@ -30,7 +30,7 @@ from trouper.frontends.server.ollama.requests import (
 )
 from trouper.frontends.server.openai.requests import ChatRequest
 from trouper.frontends.server.openai.tokens import conversation_ids
-from trouper.frontends.server.pooling.requests import EmbeddingRequest
+from trouper.frontends.server.pooling.formats import EmbeddingRequest
 from trouper.frontends.server.pooling.routes import embed
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import (

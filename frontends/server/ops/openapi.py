@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 
 from trouper import __version__
-from trouper.frontends.server.http.context import RequestContext
-from trouper.frontends.server.http.route import Route
+from trouper.frontends.server.http.context import RequestContext, Route
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import TYPES
 

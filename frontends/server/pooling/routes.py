@@ -33,16 +33,7 @@ from trouper.frontends.server.generation.streams import final_outputs
 from trouper.frontends.server.generation.transcript import MAX_PARTS, chat_prompt
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.headers import read_placement
-from trouper.frontends.server.pooling.replies import (
-    PoolingServeContext,
-    Reply,
-    build_classes,
-    build_cohere,
-    build_encoded,
-    build_ranking,
-    build_scores,
-)
-from trouper.frontends.server.pooling.requests import (
+from trouper.frontends.server.pooling.formats import (
     COHERE_TYPES,
     ClassifyRequest,
     CohereEmbedRequest,
@@ -52,10 +43,17 @@ from trouper.frontends.server.pooling.requests import (
     InputRequest,
     PoolingRequest,
     PoolingRequestFields,
+    PoolingServeContext,
+    Reply,
     RerankRequest,
     ScoredSide,
     ScoreRequest,
     ScoringFields,
+    build_classes,
+    build_cohere,
+    build_encoded,
+    build_ranking,
+    build_scores,
 )
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import aborted

@@ -38,7 +38,7 @@ from trouper.frontends.server.models.residency import Residency
 from trouper.frontends.server.program.hand_over import Ask, HandOver, Predecessor
 from trouper.frontends.server.program.monitor import Heap, watch
 from trouper.frontends.server.program.start_report import LoadingLine, summarise
-from trouper.frontends.server.responses.durable import resume_responses
+from trouper.frontends.server.responses.background import resume_responses
 from trouper.frontends.server.service.service import Service
 from trouper.lora import LoRARequest
 

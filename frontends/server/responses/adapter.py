@@ -14,7 +14,8 @@ from trouper.frontends.server.generation.adapter import (
     StreamEvent,
     call_ids,
 )
-from trouper.frontends.server.generation.blocks import (
+from trouper.frontends.server.generation.logprobs import ChatToken, TokenSpans, chat_logprobs
+from trouper.frontends.server.generation.parsers import (
     AnswerBlock,
     AnswerBlocks,
     BlockEnded,
@@ -22,11 +23,10 @@ from trouper.frontends.server.generation.blocks import (
     BlockGrown,
     BlockStarted,
 )
-from trouper.frontends.server.generation.logprobs import ChatToken, TokenSpans, chat_logprobs
 from trouper.frontends.server.generation.transcript import seal
 from trouper.frontends.server.openai.chat import ChatAdapter
+from trouper.frontends.server.responses.conversation import ResponsesTurn
 from trouper.frontends.server.responses.tools import ResponseTools, custom_input, shell_action
-from trouper.frontends.server.responses.turn import ResponsesTurn
 from trouper.frontends.server.shared.usage import CachedTokens, ReasoningUsage, Usage
 from trouper.outputs import CompletionOutput, RequestOutput
 

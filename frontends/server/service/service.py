@@ -36,10 +36,9 @@ from trouper.frontends.server.admission.overload import (
 from trouper.frontends.server.durable.journal import Journal
 from trouper.frontends.server.durable.recording import RequestRecorder
 from trouper.frontends.server.http.body import BodyMemory
-from trouper.frontends.server.http.context import RequestContext
+from trouper.frontends.server.http.context import RequestContext, Route
 from trouper.frontends.server.http.decoding import UnknownFields
 from trouper.frontends.server.http.headers import trace_headers
-from trouper.frontends.server.http.route import Route
 from trouper.frontends.server.service.background import BackgroundTasks
 from trouper.frontends.server.service.metrics import ServerMetrics
 from trouper.frontends.server.service.response_store import ResponseStore
