@@ -12,8 +12,8 @@ from trouper.bench.cli.serve import serve
 from trouper.bench.cli.throughput import latency, throughput
 from trouper.bench.cli.tier import tier
 from trouper.config.resolve import resolve
-from trouper.frontends.cli.arguments.options import expand_options
-from trouper.frontends.cli.arguments.values import PanelCommand, WholeSentenceGroup
+from trouper.frontends.cli.options import expand_options
+from trouper.frontends.cli.values import PanelCommand, WholeSentenceGroup
 
 
 @expand_options

@@ -7,8 +7,8 @@ import typer
 
 from trouper.bench.cli.options import ReportOptions, note
 from trouper.errors import invalid
-from trouper.frontends.cli.arguments.options import expand_options
-from trouper.frontends.cli.arguments.values import integers
+from trouper.frontends.cli.options import expand_options
+from trouper.frontends.cli.values import integers
 
 MACHINE = "cpu-135m"
 

@@ -9,8 +9,8 @@ from trouper.bench.cli.options import ReportOptions, note
 from trouper.config.devices import cuda_problem
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.extras import install_hint
-from trouper.frontends.cli.arguments.options import expand_options
-from trouper.frontends.cli.arguments.values import integers
+from trouper.frontends.cli.options import expand_options
+from trouper.frontends.cli.values import integers
 
 
 @expand_options

@@ -7,7 +7,7 @@ import typer
 from trouper.bench.cli.options import ReportOptions, note, terminable, tokenizer_of
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
-from trouper.frontends.cli.arguments.options import expand_options
+from trouper.frontends.cli.options import expand_options
 
 PYTHON: dict[str, Any] = {"metavar": "PATH", "rich_help_panel": "Peers"}
 

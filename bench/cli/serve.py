@@ -10,8 +10,8 @@ import typer
 from trouper.bench.cli.options import DatasetOptions, ReportOptions, reporting, tokenizer_of
 from trouper.errors import TrouperValidationError
 from trouper.frontends.cli import output
-from trouper.frontends.cli.arguments.options import expand_options
-from trouper.frontends.cli.arguments.values import integers, json_object
+from trouper.frontends.cli.options import expand_options
+from trouper.frontends.cli.values import integers, json_object
 
 if TYPE_CHECKING:
     from trouper.bench.datasets import SampleRequest

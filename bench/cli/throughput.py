@@ -19,8 +19,8 @@ from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError
 from trouper.frontends.cli import output
-from trouper.frontends.cli.arguments.options import expand_options
-from trouper.frontends.cli.arguments.values import integers
+from trouper.frontends.cli.options import expand_options
+from trouper.frontends.cli.values import integers
 
 if TYPE_CHECKING:
     from trouper.bench.throughput import Run

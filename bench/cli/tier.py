@@ -14,7 +14,7 @@ from unittest import mock
 import typer
 
 from trouper.bench.cli.options import ReportOptions, note
-from trouper.frontends.cli.arguments.options import expand_options
+from trouper.frontends.cli.options import expand_options
 
 # Bytes per second of the slow disk.
 SLOW = 2**20

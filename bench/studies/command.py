@@ -5,8 +5,8 @@ from typing import Any
 
 import typer
 
-from trouper.frontends.cli.arguments.values import PanelCommand
 from trouper.frontends.cli.main import run_line
+from trouper.frontends.cli.values import PanelCommand
 
 
 def run_study(command: Callable[..., Any], arguments: Sequence[str] | None = None) -> int:

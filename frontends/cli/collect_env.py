@@ -18,7 +18,7 @@ import typer
 
 from trouper import __version__
 from trouper.config.context import UNLIMITED, control_groups, read_number, read_text
-from trouper.frontends.cli.arguments.options import expand_options
+from trouper.frontends.cli.options import expand_options
 
 
 @expand_options

@@ -16,8 +16,8 @@ from typing import Annotated, Literal, NamedTuple
 import typer
 
 from trouper.errors import RemoteError, TrouperValidationError
-from trouper.frontends.cli.arguments.options import expand_options
 from trouper.frontends.cli.chat.remote import CONNECTING, RemoteModel, RemoteOptions, RemoteServer
+from trouper.frontends.cli.options import expand_options
 from trouper.frontends.cli.running import Interrupts, run_open
 
 # Agents require a key, and a server without keys accepts any.

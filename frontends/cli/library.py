@@ -13,8 +13,8 @@ from trouper.config.args import EngineArgs
 from trouper.config.checkpoint.model_path import model_path
 from trouper.errors import RemoteError, TrouperValidationError
 from trouper.frontends.cli import output
-from trouper.frontends.cli.arguments.options import expand_options
 from trouper.frontends.cli.models import find_models, size_text, table
+from trouper.frontends.cli.options import expand_options
 
 SERVER = "http://127.0.0.1:8000"
 PS_TIMEOUT_S = 10.0

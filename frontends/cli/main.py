@@ -21,8 +21,6 @@ from trouper import __version__
 from trouper.config.args import EngineArgs
 from trouper.config.command_line import join_dotted
 from trouper.frontends.cli import output
-from trouper.frontends.cli.arguments.server_options import option_names
-from trouper.frontends.cli.arguments.values import PanelCommand, TextCommand, WholeSentenceGroup
 from trouper.frontends.cli.batch.embed import embed, score
 from trouper.frontends.cli.batch.generate import generate
 from trouper.frontends.cli.batch.replay import replay
@@ -33,6 +31,8 @@ from trouper.frontends.cli.launch import launch
 from trouper.frontends.cli.library import load, ps, pull, rm, show, unload
 from trouper.frontends.cli.models import models
 from trouper.frontends.cli.serve import serve
+from trouper.frontends.cli.server_options import option_names
+from trouper.frontends.cli.values import PanelCommand, TextCommand, WholeSentenceGroup
 
 # Help is never wider than this many columns.
 HELP_WIDTH = 100

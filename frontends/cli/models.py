@@ -14,7 +14,7 @@ import typer
 from trouper.config.checkpoint.model_path import is_plain
 from trouper.config.gguf.names import gguf_models, gguf_names
 from trouper.errors import TrouperValidationError
-from trouper.frontends.cli.arguments.options import expand_options
+from trouper.frontends.cli.options import expand_options
 
 SHOWN = ("model", "path", "size_bytes", "type", "task", "served_by", "state_bytes", "reason")
 HEADINGS = ("model", "size", "type", "task", "served by")

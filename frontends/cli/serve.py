@@ -7,6 +7,7 @@ loading at the same time as the server, if there is only one.
 import dataclasses
 import importlib.util
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -22,12 +23,12 @@ import typer
 
 from trouper.config.args import EngineArgs
 from trouper.config.engine_config import EngineConfig
-from trouper.config.parallel import NodesConfig
+from trouper.config.parallel import NodesConfig, cluster_key
 from trouper.config.resolve import resolve
 from trouper.errors import UnsupportedFeatureError, invalid
 from trouper.extras import install_hint
 from trouper.frontends.cli import output
-from trouper.frontends.cli.arguments.options import (
+from trouper.frontends.cli.options import (
     MODEL_TABLES,
     expand_options,
     is_given,
@@ -35,7 +36,7 @@ from trouper.frontends.cli.arguments.options import (
     read_model_variable,
     read_models_file,
 )
-from trouper.frontends.cli.arguments.server_options import variables_of
+from trouper.frontends.cli.server_options import variables_of
 from trouper.frontends.server.models.options import bytes_of, check_one, has_several, read_models
 from trouper.frontends.server.shared.settings import LARGEST_HEAD, ServeSettings
 
@@ -189,11 +190,29 @@ def _run_several(
 
 
 def _run_host(config: EngineConfig, nodes: NodesConfig, settings: ServeSettings) -> None:
-    from trouper.frontends.cli.host import run_host
+    """Run workers for one coordinator after another, until a signal comes.
+
+    Raises:
+        TrouperValidationError: the coordinator refuses this machine; the message has the reason.
+    """
+    # An ordinary server does not need the code of other machines' workers.
+    from trouper.actors.executor.workers.machines.host import Host
+    from trouper.actors.executor.workers.model_files import MachineFacts
     from trouper.frontends.server.http.logs import log_lines
 
+    async def serve_workers() -> None:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_cancel_at_signal, tasks.cancel_scope)
+            await Host(nodes, cluster_key(), MachineFacts.of(config)).serve()
+
     with log_lines("trouper", settings.log_level):
-        anyio.run(run_host, config, nodes, backend=settings.loop)
+        anyio.run(serve_workers, backend=settings.loop)
+
+
+async def _cancel_at_signal(scope: anyio.CancelScope) -> None:
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async for _ in signals:
+            scope.cancel()
 
 
 def _run(

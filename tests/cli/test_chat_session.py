@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trouper.errors import TrouperValidationError
-from trouper.frontends.cli.arguments.options import SamplingOptions
+from trouper.frontends.cli.chat.commands import Session
 from trouper.frontends.cli.chat.conversation import (
     AnswerEnd,
     AnswerUsage,
@@ -18,8 +18,16 @@ from trouper.frontends.cli.chat.conversation import (
     next_dropped,
     num_dropped,
 )
-from trouper.frontends.cli.chat.input import (
+from trouper.frontends.cli.chat.line_editor import (
+    MAX_ENTRIES,
+    MessageHistory,
+    entries_of,
+    history_path,
+)
+from trouper.frontends.cli.chat.subjects import CHAT_COMMANDS, COMMON_COMMANDS, CUT, ChatSubject
+from trouper.frontends.cli.chat.terminal import (
     Command,
+    PipeReader,
     Unknown,
     continued,
     help_lines,
@@ -30,15 +38,7 @@ from trouper.frontends.cli.chat.input import (
     with_parameter,
     with_values,
 )
-from trouper.frontends.cli.chat.line_editor import (
-    MAX_ENTRIES,
-    MessageHistory,
-    entries_of,
-    history_path,
-)
-from trouper.frontends.cli.chat.session import Session
-from trouper.frontends.cli.chat.subjects import CHAT_COMMANDS, COMMON_COMMANDS, CUT, ChatSubject
-from trouper.frontends.cli.chat.terminal import PipeReader
+from trouper.frontends.cli.options import SamplingOptions
 from trouper.frontends.cli.running import Interrupts
 
 

@@ -5,8 +5,8 @@ import typer
 
 from trouper.actors.rendering.media.files import MAX_FILE_BYTES
 from trouper.errors import TrouperValidationError
-from trouper.frontends.cli.arguments.values import audio_url, image_url, media_files
 from trouper.frontends.cli.chat.conversation import Conversation, load
+from trouper.frontends.cli.values import audio_url, image_url, media_files
 
 URL = "data:image/png;base64,iVBORw=="
 PART = {"type": "image_url", "image_url": {"url": URL}}

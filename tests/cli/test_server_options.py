@@ -7,12 +7,12 @@ import pytest
 import typer
 
 from trouper.errors import TrouperValidationError
-from trouper.frontends.cli.arguments.server_options import (
+from trouper.frontends.cli.main import app
+from trouper.frontends.cli.server_options import (
     option_names,
     settings_from,
     variables_of,
 )
-from trouper.frontends.cli.main import app
 from trouper.frontends.server.shared.settings import ServerSettings, ServeSettings
 
 # Settings of an embedded application that have no option.

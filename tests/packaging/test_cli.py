@@ -17,8 +17,7 @@ from tests.support.adapters import random_tensors, write_adapter
 from trouper import __version__
 from trouper.config.args import EngineArgs
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
-from trouper.frontends.cli import output, serve
-from trouper.frontends.cli.arguments import options
+from trouper.frontends.cli import options, output, serve
 from trouper.frontends.cli.chat import terminal
 from trouper.frontends.cli.chat.subjects import CUT
 from trouper.frontends.cli.chat.terminal import quick_message

@@ -13,7 +13,8 @@ from trouper.bench.cli.app import bench
 from trouper.config.args import EQUIVALENT, NOT_IMPLEMENTED
 from trouper.errors import UnsupportedFeatureError
 from trouper.frontends.cli import output, serve
-from trouper.frontends.cli.arguments.other_programs import (
+from trouper.frontends.cli.main import app, run_line
+from trouper.frontends.cli.other_programs import (
     COMMANDS,
     FOR_ENGINE,
     OTHERS,
@@ -22,7 +23,6 @@ from trouper.frontends.cli.arguments.other_programs import (
     VLLM_SHORT,
     settle,
 )
-from trouper.frontends.cli.main import app, run_line
 
 # Every option of vLLM 0.32's `serve`, with its default; null where that is none or no plain value.
 VLLM = json.loads((Path(__file__).parent / "vllm_serve_options.json").read_text())

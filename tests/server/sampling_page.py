@@ -4,7 +4,7 @@ import dataclasses
 import re
 from pathlib import Path
 
-from trouper.frontends.cli.arguments.options import SamplingOptions
+from trouper.frontends.cli.options import SamplingOptions
 from trouper.frontends.server.anthropic.conversation import MessagesRequest
 from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest
 from trouper.frontends.server.responses.conversation import ResponsesRequest

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.engines import simulated_engine
 from trouper.actors.engine.engine import Engine
-from trouper.frontends.cli.arguments.server_options import settings_from
+from trouper.frontends.cli.server_options import settings_from
 from trouper.frontends.server.admission.gate import BYTES_PER_TOKEN, LOOK_S, AdmissionGate
 from trouper.frontends.server.admission.overload import (
     LAG_S,

@@ -20,7 +20,7 @@ from trouper.config.generation import (
 from trouper.config.gguf.header import Gguf
 from trouper.config.model import ModelConfig
 from trouper.errors import TrouperValidationError
-from trouper.frontends.cli.arguments.options import SamplingOptions
+from trouper.frontends.cli.options import SamplingOptions
 from trouper.frontends.server.generation.request_fields import Generating
 from trouper.kernels.reference.sampling import PARAMETERS
 from trouper.params import SamplingParams

@@ -18,7 +18,7 @@ import trouper
 from trouper import LLM, SamplingParams
 from trouper.bench.cli.options import ReportOptions
 from trouper.bench.studies.command import run_study
-from trouper.frontends.cli.arguments.options import expand_options
+from trouper.frontends.cli.options import expand_options
 
 FILES = ("errors.py", "params.py", "config/args.py", "outputs.py", "metrics.py", "inputs.py")
 METHODS = ("int8", "int4")

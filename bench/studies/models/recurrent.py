@@ -37,7 +37,7 @@ from trouper.bench.cli.options import ReportOptions, note
 from trouper.bench.studies.command import run_study
 from trouper.bench.studies.models import step_profile
 from trouper.errors import TrouperValidationError
-from trouper.frontends.cli.arguments.options import expand_options
+from trouper.frontends.cli.options import expand_options
 from trouper.outputs import RequestOutput
 
 VOCABULARY = range(3, 32000)

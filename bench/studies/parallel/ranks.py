@@ -19,8 +19,8 @@ from trouper.bench.studies.parallel.interleaved import in_turn
 from trouper.config.args import EngineArgs
 from trouper.config.engine_config import EngineConfig
 from trouper.config.resolve import resolve
-from trouper.frontends.cli.arguments.options import expand_options
-from trouper.frontends.cli.arguments.values import integers
+from trouper.frontends.cli.options import expand_options
+from trouper.frontends.cli.values import integers
 from trouper.params import SamplingParams
 
 # Token ids that every model has.

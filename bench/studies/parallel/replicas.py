@@ -30,8 +30,8 @@ from trouper.bench.studies.command import run_study
 from trouper.config.args import EngineArgs
 from trouper.config.engine_config import EngineConfig
 from trouper.config.resolve import resolve
-from trouper.frontends.cli.arguments.options import expand_options
-from trouper.frontends.cli.arguments.values import integers
+from trouper.frontends.cli.options import expand_options
+from trouper.frontends.cli.values import integers
 from trouper.params import SamplingParams
 
 NUM_BLOCKS, BLOCK_SIZE = 4096, 16

@@ -24,7 +24,7 @@ from trouper.bench.studies.command import run_study
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError
-from trouper.frontends.cli.arguments.options import expand_options
+from trouper.frontends.cli.options import expand_options
 from trouper.params import SamplingParams
 
 PROMPT = "def quicksort(items):"

@@ -20,7 +20,7 @@ from trouper.bench.report import summary
 from trouper.bench.studies.command import run_study
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
-from trouper.frontends.cli.arguments.options import expand_options
+from trouper.frontends.cli.options import expand_options
 from trouper.frontends.cli.running import Interrupts, run_engine
 from trouper.params import RequestOutputKind, SamplingParams
 

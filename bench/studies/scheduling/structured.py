@@ -20,7 +20,7 @@ from trouper.bench.studies.command import run_study
 from trouper.bench.studies.scheduling.loop_gap import Heartbeat
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
-from trouper.frontends.cli.arguments.options import expand_options
+from trouper.frontends.cli.options import expand_options
 from trouper.frontends.cli.running import Interrupts, run_engine
 from trouper.metrics import Counter, Histogram
 from trouper.params import RequestOutputKind, SamplingParams

@@ -14,9 +14,6 @@ import typer
 from trouper.config.args import EngineArgs
 from trouper.errors import TrouperValidationError
 from trouper.frontends.cli import output
-from trouper.frontends.cli.arguments.misplaced import check_pools, check_texts
-from trouper.frontends.cli.arguments.options import expand_options
-from trouper.frontends.cli.arguments.values import ImageOption, checked_images, media_files
 from trouper.frontends.cli.batch.prompt_run import (
     IMAGE_WINDOW,
     BulkRun,
@@ -34,7 +31,10 @@ from trouper.frontends.cli.batch.results import (
     check_output,
     results_file,
 )
+from trouper.frontends.cli.options import expand_options
+from trouper.frontends.cli.other_programs import check_pools, check_texts
 from trouper.frontends.cli.running import Interrupts, resolve_offline, run_engine
+from trouper.frontends.cli.values import ImageOption, checked_images, media_files
 from trouper.pooling import PoolingParams
 
 if TYPE_CHECKING:

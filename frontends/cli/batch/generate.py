@@ -16,15 +16,6 @@ from msgspec.structs import asdict
 
 from trouper.config.args import EngineArgs
 from trouper.frontends.cli import output
-from trouper.frontends.cli.arguments.misplaced import check_generates, check_texts
-from trouper.frontends.cli.arguments.options import SamplingOptions, expand_options
-from trouper.frontends.cli.arguments.values import (
-    AudioOption,
-    ImageOption,
-    LoraOption,
-    chosen_adapter,
-    media_files,
-)
 from trouper.frontends.cli.batch.prompt_run import BulkRun, Outcomes
 from trouper.frontends.cli.batch.prompts import Prompt, PromptFileOptions, PromptSource
 from trouper.frontends.cli.batch.results import (
@@ -34,11 +25,20 @@ from trouper.frontends.cli.batch.results import (
     check_output,
     results_file,
 )
+from trouper.frontends.cli.options import SamplingOptions, expand_options
+from trouper.frontends.cli.other_programs import check_generates, check_texts
 from trouper.frontends.cli.running import (
     Interrupts,
     resolve_offline,
     run_engine,
     size_for_one_prompt,
+)
+from trouper.frontends.cli.values import (
+    AudioOption,
+    ImageOption,
+    LoraOption,
+    chosen_adapter,
+    media_files,
 )
 from trouper.lora import LoRARequest
 from trouper.outputs import RequestOutput

@@ -16,8 +16,8 @@ import typer
 from trouper.config.args import EngineArgs
 from trouper.config.engine_config import EngineConfig
 from trouper.errors import TrouperError, invalid
-from trouper.frontends.cli.arguments.misplaced import check_generates
-from trouper.frontends.cli.arguments.options import expand_options, is_given
+from trouper.frontends.cli.options import expand_options, is_given
+from trouper.frontends.cli.other_programs import check_generates
 from trouper.frontends.cli.running import Interrupts, resolve_offline, run_engine
 from trouper.lora import LoRARequest
 from trouper.params import RequestOutputKind, SamplingParams

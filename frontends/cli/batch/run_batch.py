@@ -19,11 +19,11 @@ import typer
 
 from trouper.config.args import EngineArgs
 from trouper.frontends.cli import output
-from trouper.frontends.cli.arguments.options import expand_options
-from trouper.frontends.cli.arguments.values import LoraModulesOption
-from trouper.frontends.cli.arguments.values import lora_modules as read_modules
 from trouper.frontends.cli.batch.answers_file import AnswersFile, answers_file, cannot
+from trouper.frontends.cli.options import expand_options
 from trouper.frontends.cli.running import Interrupts, resolve_offline, run_engine
+from trouper.frontends.cli.values import LoraModulesOption
+from trouper.frontends.cli.values import lora_modules as read_modules
 from trouper.frontends.server.program.batch_records import (
     Answers,
     BatchLine,

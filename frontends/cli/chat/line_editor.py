@@ -19,7 +19,7 @@ from prompt_toolkit.output import create_output
 from prompt_toolkit.output.vt100 import Vt100_Output
 from prompt_toolkit.utils import is_dumb_terminal
 
-from trouper.frontends.cli.chat.input import continued
+from trouper.frontends.cli.chat.terminal import continued
 
 PROMPT, CONTINUATION = "> ", "... "
 MAX_ENTRIES = 1000

@@ -1,7 +1,7 @@
 """Answer the messages of a session, as a conversation (`trouper chat`) or as single prompts (`trouper complete`).
 
 A subject answers one message and runs the commands that depend on its state. `ask` hides whether an engine in this
-process or a server generates the answer. `session.py` has the loop over messages.
+process or a server generates the answer. `commands.py` has the loop over messages.
 """
 
 import os
@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from trouper.errors import TrouperClientError, TrouperValidationError
 from trouper.frontends.cli import output
-from trouper.frontends.cli.arguments.options import SamplingOptions
 from trouper.frontends.cli.chat.conversation import (
     MAX_FILE,
     AnswerEnd,
@@ -23,13 +22,15 @@ from trouper.frontends.cli.chat.conversation import (
     load,
     next_dropped,
 )
-from trouper.frontends.cli.chat.input import (
+from trouper.frontends.cli.chat.remote import Show
+from trouper.frontends.cli.chat.terminal import (
     Command,
+    is_interactive,
     parameter_kinds,
+    show,
     with_values,
 )
-from trouper.frontends.cli.chat.remote import Show
-from trouper.frontends.cli.chat.terminal import is_interactive, show
+from trouper.frontends.cli.options import SamplingOptions
 from trouper.frontends.cli.running import Interrupts
 
 # Called with the prompt, the options, whether to request usage, and the function that prints text.

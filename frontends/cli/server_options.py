@@ -12,7 +12,7 @@ from typing import Annotated, Any, cast, get_args, get_origin
 import msgspec
 import typer
 
-from trouper.frontends.cli.arguments.values import json_object, lora_modules
+from trouper.frontends.cli.values import json_object, lora_modules
 from trouper.frontends.server.shared.settings import CommandOption, ServeSettings
 
 

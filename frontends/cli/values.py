@@ -20,12 +20,14 @@ from typer.core import TyperCommand, TyperGroup
 from trouper.actors.rendering.media.files import MAX_FILE_BYTES
 from trouper.config.args import EngineArgs
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
-from trouper.frontends.cli.arguments.misplaced import (
+from trouper.frontends.cli.other_programs import (
+    COMMANDS,
+    FOR_ENGINE,
     check_command_first,
     check_no_text,
     check_one_model,
+    settle,
 )
-from trouper.frontends.cli.arguments.other_programs import COMMANDS, FOR_ENGINE, settle
 from trouper.lora import LoRARequest
 
 # The panels of parameters that do not name one.

@@ -20,13 +20,13 @@ import typer
 
 from trouper.config.args import NOT_IMPLEMENTED, EngineArgs
 from trouper.frontends.cli import output
-from trouper.frontends.cli.arguments.other_programs import FOR_ENGINE, VLLM_SERVER, take
-from trouper.frontends.cli.arguments.server_options import (
+from trouper.frontends.cli.other_programs import FOR_ENGINE, VLLM_SERVER, take
+from trouper.frontends.cli.server_options import (
     option_names,
     setting_parameters,
     settings_from,
 )
-from trouper.frontends.cli.arguments.values import integers, json_object
+from trouper.frontends.cli.values import integers, json_object
 from trouper.frontends.server.shared.settings import ServeSettings
 from trouper.params import SamplingParams
 from trouper.sampling_fields import FIELDS

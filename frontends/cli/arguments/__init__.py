@@ -1,1 +1,0 @@
-"""Options that several commands share, and what happens to options that trouper does not have."""
