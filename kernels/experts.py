@@ -10,7 +10,7 @@ weight · down(act(gate(x)) · up(x)).  The weights are a float32 softmax of the
 sigmoid of each logit.  Sigmoids are divided by their sum over the k if weights are normalised, and a bias of each expert may
 be added to them for the choice only (LFM2).
 
-`PlainExperts` calls the linear layers of one expert after the other; `cpu/experts` computes all of them in one launch.
+`PlainExperts` calls the linear layers of one expert after the other; `cpu/experts.py` computes all of them in one launch.
 """
 
 

@@ -1,6 +1,6 @@
 """The operations of recurrent mixers, each declared once: convolutions, gated delta nets and Mamba-2.
 
-`RecurrentOps` computes them by torch; `cpu/recurrent/ops.py` by compiled kernels.  `kernels/reference/recurrent.py` has
+`RecurrentOps` computes them by torch; `cpu/recurrent_ops.py` by compiled kernels.  `kernels/reference/recurrent.py` has
 the formulas.
 
     T  tokens of a step    C  channels    K  taps    H  heads    S  rows of the states

@@ -38,8 +38,7 @@ from trouper.kernels.cpu.linear.quantization import (
 )
 from trouper.kernels.experts import Experts, PlainExperts, Routing
 from trouper.kernels.formats import Format
-from trouper.kernels.linear import LinearConfig, LinearMethod
-from trouper.kernels.lora import LoRAWeights
+from trouper.kernels.linear import LinearConfig, LinearMethod, LoRAWeights
 from trouper.kernels.ops import CpuOps, OpsConfig
 from trouper.kernels.recurrent import RecurrentOps
 
@@ -84,7 +83,7 @@ def make_recurrent_ops(dtype: torch.dtype) -> RecurrentOps:
     kind = units.kind_of(dtype)
     if kind is None:
         return RecurrentOps()
-    from trouper.kernels.cpu.recurrent.ops import NativeRecurrentOps
+    from trouper.kernels.cpu.recurrent_ops import NativeRecurrentOps
 
     return NativeRecurrentOps(kind)
 
@@ -175,7 +174,7 @@ def make_experts(
 ) -> Experts:
     """Combine the experts of a layer, into one launch for each product if a kernel accepts the form of their weights."""
     if units.is_available():
-        from trouper.kernels.cpu.experts.products import grouped
+        from trouper.kernels.cpu.experts import grouped
 
         if (native := grouped(gate_up, down, routing)) is not None:
             return native

@@ -32,7 +32,7 @@ MODULES: Mapping[str, Mapping[str, str]] = MappingProxyType({
         "SamplingType": "trouper.params",
         "StructuredOutputsParams": "trouper.structured_outputs",
     },
-    "trouper.utils.argparse_utils": {"FlexibleArgumentParser": "trouper.config.command_line"},
+    "trouper.utils.argparse_utils": {"FlexibleArgumentParser": "trouper.config.args"},
     "trouper.v1.engine.async_llm": {"AsyncLLM": f"{ENGINE}.async_engine"},
     "trouper.v1.engine.llm_engine": {"LLMEngine": f"{ENGINE}.llm_engine"},
     "trouper.version": {"__version__": "trouper"},

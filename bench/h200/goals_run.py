@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import Any
 
 from trouper import LLM, EngineArgs, SamplingParams
-from trouper.bench import report, steps
+from trouper.bench import latency, report
 from trouper.bench.h200.goals import DECODE_STEPS, GOALS, Goal, workload
 from trouper.bench.peers import PeerEngine, Settings, Workload, started
 from trouper.bench.throughput import model_folder
@@ -54,7 +54,7 @@ def measure(goals: Sequence[Goal]) -> Iterator[dict[str, Any]]:
     One engine runs all of them, so its memory must suffice for the largest.
     """
     args = engine_args(goals)
-    with steps.profile_folder(args) as folder, LLM.from_engine_args(args) as llm:
+    with latency.profile_folder(args) as folder, LLM.from_engine_args(args) as llm:
         for goal in goals:
             yield _record(goal, _measured(llm, goal, folder))
 
@@ -64,7 +64,7 @@ def _measured(llm: LLM, goal: Goal, folder: str) -> dict[str, Any]:
         prompts, num_steps = decode_prompts(goal)
         generate = partial(_generate, llm, prompts, [num_steps] * goal.batch_size)
         generate()
-        step = steps.breakdown(llm, generate, goal.batch_size, folder)
+        step = latency.step_breakdown(llm, generate, goal.batch_size, folder)
         if not step:
             raise RuntimeError(f"{goal.name}: no two full steps follow each other")
         idle = step["idle_share"]

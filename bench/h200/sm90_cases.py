@@ -20,16 +20,12 @@ from trouper.kernels.cuda import (
     norms,
     prefill_attention,
     qk_norm_rope_kv_write,
-)
-from trouper.kernels.cuda.launch import Config
-from trouper.kernels.cuda.prefill_attention import head_bytes
-from trouper.kernels.cuda.sampling import (
-    apply_penalties,
-    logprobs,
     sample,
     sampling_rows,
     top_k_top_p,
 )
+from trouper.kernels.cuda.launch import Config
+from trouper.kernels.cuda.prefill_attention import head_bytes
 
 VOCABULARY = 151_936
 bf16, fp32 = torch.bfloat16, torch.float32
@@ -174,7 +170,7 @@ def _samplings() -> Iterator[Sm90Case]:
         "256 × 152 k, edits",
         blocks,
         "none",
-        lambda: apply_penalties.apply_penalties(raw, ids(256), ids(256), tokens, rows),
+        lambda: sampling_rows.apply_penalties(raw, ids(256), ids(256), tokens, rows),
     )
     yield Sm90Case(
         "256 × 152 k, top-k, top-p",
@@ -193,12 +189,12 @@ def _samplings() -> Iterator[Sm90Case]:
             tokens,
         ),
     )
-    for num_top, config in logprobs.CONFIGS["sm_90"]:
+    for num_top, config in sample.CONFIGS["sm_90"]:
         yield Sm90Case(
             f"256 × 152 k, {num_top} logprobs",
             config,
             "none",
-            lambda n=num_top: logprobs.top_logprobs(raw, ids(256), n),
+            lambda n=num_top: sample.top_logprobs(raw, ids(256), n),
         )
 
 

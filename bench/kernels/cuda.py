@@ -29,12 +29,15 @@ from trouper.kernels.cuda.qk_norm_rope_kv_write import (
     qk_norm_rope_kv_write_,
     qk_norm_rope_kv_write_reference,
 )
-from trouper.kernels.cuda.sampling.apply_penalties import apply_penalties, apply_penalties_reference
-from trouper.kernels.cuda.sampling.logprobs import top_logprobs, top_logprobs_reference
-from trouper.kernels.cuda.sampling.sample import sample
-from trouper.kernels.cuda.sampling.sampling_rows import SamplingRows, make_sampling_rows
-from trouper.kernels.cuda.sampling.top_k_top_p import top_k_top_p
-from trouper.kernels.lora import LowRank, RowTable
+from trouper.kernels.cuda.sample import sample, top_logprobs, top_logprobs_reference
+from trouper.kernels.cuda.sampling_rows import (
+    SamplingRows,
+    apply_penalties,
+    apply_penalties_reference,
+    make_sampling_rows,
+)
+from trouper.kernels.cuda.top_k_top_p import top_k_top_p
+from trouper.kernels.linear import LowRank, RowTable
 from trouper.kernels.reference.linear import linear_reference
 from trouper.kernels.reference.norms import rope_table, silu_and_mul_reference
 from trouper.kernels.reference.paged_attention import paged_attention_reference

@@ -18,8 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from trouper import __version__
-from trouper.config.args import EngineArgs
-from trouper.config.command_line import join_dotted
+from trouper.config.args import EngineArgs, join_dotted
 from trouper.frontends.cli import output
 from trouper.frontends.cli.batch.embed import embed, score
 from trouper.frontends.cli.batch.generate import generate

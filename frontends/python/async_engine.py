@@ -25,10 +25,9 @@ from trouper.actors.executor.workers.model_files import sample_model
 from trouper.actors.messages.requests import RequestOptions
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.args import EngineArgs
-from trouper.config.engine_config import EngineConfig
+from trouper.config.engine_config import ConfigView, EngineConfig, ModelView, vllm_config
 from trouper.config.model import ModelConfig
 from trouper.config.resolve import resolve
-from trouper.config.view import ConfigView, ModelView, vllm_config
 from trouper.errors import EngineDeadError, invalid
 from trouper.frontends.python.autostart import BackgroundTask, LazyGeneration, can_start
 from trouper.frontends.python.controls import (

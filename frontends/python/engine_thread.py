@@ -27,8 +27,8 @@ import trio
 from anyio.from_thread import BlockingPortal
 
 from trouper.config.args import EngineArgs
+from trouper.config.engine_config import ConfigView, ModelView
 from trouper.config.model import ModelConfig
-from trouper.config.view import ConfigView, ModelView
 from trouper.errors import EngineDeadError, EngineForkedError, TrouperError, TrouperValidationError
 from trouper.frontends.python.async_engine import AsyncLLMEngine
 from trouper.frontends.python.controls import AsyncControls

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from trouper.kernels.cuda.launch import Table, config_of, dot_type
 from trouper.kernels.cuda.prefill_attention import PRECISION
-from trouper.kernels.lora import LoRAWeights, LowRank, rounded_rank
+from trouper.kernels.linear import LoRAWeights, LowRank, rounded_rank
 
 # The smallest number of rows that the matrix units multiply.
 BLOCK_ROWS = 16

@@ -1,4 +1,4 @@
-"""The operations of recurrent mixers by torch, token by token: the reference of `kernels/cpu/recurrent/`.
+"""The operations of recurrent mixers by torch, token by token: the reference of `kernels/cpu/recurrent_ops.py`.
 
     T  tokens    C  channels    K  taps    H  heads    S  rows of the states
 

@@ -7,8 +7,7 @@ from functools import cache
 import pytest
 
 from trouper.actors.messages.steps import StepDone
-from trouper.bench import fair_server
-from trouper.bench.fairness import ORDERS, WORKLOADS, measure
+from trouper.bench.fairness import ORDERS, WORKLOADS, measure, measure_server
 from trouper.bench.virtual_time import (
     MACHINES,
     Played,
@@ -143,7 +142,7 @@ def test_unknown_name_is_error_that_lists_known(bench, option):
 
 @pytest.mark.slow
 def test_server_answers_short_requests_beside_long_prompt():
-    (found,) = fair_server.measure(None, ["fair"], num_long=(1,), long_tokens=4000)
+    (found,) = measure_server(None, ["fair"], num_long=(1,), long_tokens=4000)
     beside = found["beside"][1]
     assert beside["num_short"] >= 1
     assert beside["over_alone"]["p50"] < 10  # on any machine, with any other work

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trouper.bench.steps import TimedStep, Watch, gpu_figures, longest_row, watched
+from trouper.bench.latency import TimedStep, Watch, gpu_figures, longest_row, watched
 
 
 def kernel(at, us, name="gemm", cat="kernel"):

@@ -9,7 +9,7 @@ import pytest
 
 import trouper
 from trouper import AsyncLLM, EngineArgs, SamplingParams
-from trouper.config.command_line import join_dotted
+from trouper.config.args import join_dotted
 from trouper.errors import EngineDeadError, TrouperValidationError
 from trouper.utils.argparse_utils import FlexibleArgumentParser
 

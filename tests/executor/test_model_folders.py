@@ -19,8 +19,7 @@ from trouper.actors.executor.weights.schemes import read_scheme
 from trouper.actors.rendering.prompts.prompts import template_text
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.config.args import EngineArgs
-from trouper.config.checkpoint.files import MAX_TEXT_BYTES
-from trouper.config.checkpoint.hf_fields import HfFields, Rope
+from trouper.config.checkpoint.files import MAX_TEXT_BYTES, HfFields, Rope
 from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 

@@ -33,10 +33,8 @@ from trouper.kernels.cpu.norms import (
     mean_of_spans,
     qk_norm_rope_kv_write,
 )
-from trouper.kernels.cpu.recurrent.convolution import causal_conv
-from trouper.kernels.cpu.recurrent.gated_delta import delta_gates, gated_delta
-from trouper.kernels.cpu.recurrent.gates import gated_norm, mul_sigmoid
-from trouper.kernels.cpu.recurrent.ssd import ssd, ssd_gates
+from trouper.kernels.cpu.recurrences import delta_gates, gated_delta, ssd, ssd_gates
+from trouper.kernels.cpu.recurrent_entries import causal_conv, gated_norm, mul_sigmoid
 from trouper.kernels.cpu.sample_rows import sample_rows
 
 # What a processor without AVX2 is given: attention and norms of float32, weights of few bits, sampling.

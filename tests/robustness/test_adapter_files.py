@@ -15,7 +15,7 @@ from trouper.actors.executor.models.parameters import Parameter
 from trouper.actors.executor.steps.adapter_slots import AdapterHeads, AdapterSlots
 from trouper.config.adapters import LoRAConfig, read_adapter
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
-from trouper.kernels.lora import AdapterRows
+from trouper.kernels.linear import AdapterRows
 from trouper.kernels.select import make_linear
 
 EXPECTED = (TrouperValidationError, UnsupportedFeatureError)

@@ -182,7 +182,7 @@ def test_the_page_names_the_common_defaults():
             "kernels/cpu",
             {"frequency", "presence"},
         ),
-        (("actors/executor/runners/cuda",), "kernels/cuda/sampling", set()),
+        (("actors/executor/runners/cuda",), "kernels/cuda", set()),
     ],
     ids=["cpu", "cuda"],
 )

@@ -14,7 +14,15 @@ from typing import Any, Self, cast
 import msgspec
 
 from trouper.config.args import EngineArgs
-from trouper.config.checkpoint.files import check_folder, checked, read_object
+from trouper.config.checkpoint.files import (
+    MOST_POSITIONS,
+    GenerationFields,
+    HfFields,
+    Rope,
+    check_folder,
+    checked,
+    read_object,
+)
 from trouper.config.checkpoint.hf_config import (
     WHOLE,
     flattened,
@@ -22,7 +30,6 @@ from trouper.config.checkpoint.hf_config import (
     overridden,
     with_floats,
 )
-from trouper.config.checkpoint.hf_fields import MOST_POSITIONS, GenerationFields, HfFields, Rope
 from trouper.config.checkpoint.model_path import DEMO_MODEL, GEOMETRIES, download, model_path
 from trouper.config.checkpoint.pooler import (
     CLASSIFIERS,

@@ -21,8 +21,7 @@ from trouper.actors.executor.models.mixers import RecurrentMixer, state_specs
 from trouper.actors.executor.models.sharding import Shard
 from trouper.actors.executor.models.traits import DecoderTraits, LayerTraits, PlanKey
 from trouper.kernels.codegen.units import LANES
-from trouper.kernels.linear import LinearMethod
-from trouper.kernels.lora import LoRALinear
+from trouper.kernels.linear import LinearMethod, LoRALinear
 from trouper.kernels.ops import CpuOps, Ops, OpsConfig, RankShare, SharedOps
 from trouper.kernels.recurrent import RecurrentOps
 from trouper.kernels.reference.recurrent import Entries

@@ -12,8 +12,7 @@ from typing import Any, Literal, TypeVar, cast
 import msgspec
 
 from trouper.actors.executor.models.names import Family
-from trouper.config.checkpoint.files import checked
-from trouper.config.checkpoint.hf_fields import Rope
+from trouper.config.checkpoint.files import Rope, checked
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.kernels.formats import Activation, Norm
 

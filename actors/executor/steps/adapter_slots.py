@@ -27,8 +27,7 @@ from trouper.actors.executor.models.sharding import part_of
 from trouper.actors.executor.steps.batch import from_numpy
 from trouper.config.adapters import WEIGHTS, AdapterConfig, AdapterFiles, LoRAConfig
 from trouper.errors import UnsupportedFeatureError, invalid
-from trouper.kernels.linear import LinearMethod
-from trouper.kernels.lora import LoRALinear, LoRAWeights, LowRank, RowSource
+from trouper.kernels.linear import LinearMethod, LoRALinear, LoRAWeights, LowRank, RowSource
 from trouper.kernels.select import make_linear, make_lora
 
 Compute = Callable[[Tensor, LinearMethod], Tensor]

@@ -2,7 +2,7 @@
 
     OneDNNLinear   oneDNN with a weight that is packed once, so that no call reorders it
     PlainLinear    torch's own product: float16, odd shapes, and GPUs, where cuBLAS multiplies
-    PlainLoRA      adapters, also the reference of the kernels in `lora.py`
+    PlainLoRA      adapters, also the reference of the kernels in `cpu/linear/lora.py`
 
 Only this module calls the private functions of torch's mkldnn module.  `packed_dtypes` is empty if a build of torch
 lacks one of them, and then `select.py` does not choose oneDNN.
@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trouper.kernels.linear import LinearMethod
-from trouper.kernels.lora import LoRAWeights, LowRank, RowTable
+from trouper.kernels.linear import LinearMethod, LoRAWeights, LowRank, RowTable
 
 MKLDNN: Any = torch.ops.mkldnn
 NEEDED = ("_linear_pointwise", "_reorder_linear_weight", "_is_mkldnn_bf16_supported")

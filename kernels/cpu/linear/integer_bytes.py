@@ -37,7 +37,14 @@ from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.core import Pointer, Value, Var
 from trouper.kernels.codegen.features import has_byte_dots, num_registers
 from trouper.kernels.codegen.units import LANES, Kind
-from trouper.kernels.cpu.linear.integer_panels import AHEAD, LINE, PanelStream
+from trouper.kernels.cpu.linear.integer_panels import (
+    AHEAD,
+    LINE,
+    BlockScales,
+    PanelStream,
+    PlainScales,
+    Scales,
+)
 from trouper.kernels.cpu.linear.integer_rows import (
     LOW_SUM,
     MINUS_OFFSETS,
@@ -47,7 +54,6 @@ from trouper.kernels.cpu.linear.integer_rows import (
     quantize_row,
     words_of_group,
 )
-from trouper.kernels.cpu.linear.integer_scales import BlockScales, PlainScales, Scales
 from trouper.kernels.cpu.linear.products import AllRows, Block, Blocking, Rows, items_of_many
 from trouper.kernels.cpu.linear.quantization import (
     BLOCK,

@@ -32,7 +32,7 @@ from trouper.kernels.codegen.builder import KernelBuilder
 from trouper.kernels.codegen.core import Pointer, Value
 from trouper.kernels.codegen.units import LANES, Kind
 from trouper.kernels.cpu.linear.dense import pack_panels
-from trouper.kernels.lora import BLOCK_ROWS, LoRAWeights, LowRank, RowTable, rounded_rank
+from trouper.kernels.linear import BLOCK_ROWS, LoRAWeights, LowRank, RowTable, rounded_rank
 
 # Panels of outputs in a work item of `lora_expand`.  Many rows need long work items: 512 rows of 4096 outputs took 2.5 ms with
 # 4 panels, because each panel is another line of the third cache.

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trouper.kernels.codegen import units
-from trouper.kernels.cpu.experts.products import NativeExperts, grouped
+from trouper.kernels.cpu.experts import NativeExperts, grouped
 from trouper.kernels.cpu.linear.dense import DenseLinear
 from trouper.kernels.cpu.linear.quantization import E2M1, IntegerWeight
 from trouper.kernels.experts import PlainExperts, Routing, route

@@ -7,7 +7,7 @@ import torch
 from trouper.kernels.codegen import units
 from trouper.kernels.cpu.linear.by_torch import PlainLoRA
 from trouper.kernels.cpu.linear.lora import NativeLoRA, can_adapt
-from trouper.kernels.lora import AdapterRows, LowRank, RowTable
+from trouper.kernels.linear import AdapterRows, LowRank, RowTable
 
 PARTS, NUM_IN, NUM_SLOTS, MAX_RANK = (64, 32, 32), 96, 5, 20
 DTYPES = [torch.float32, torch.bfloat16]

@@ -6,7 +6,7 @@ import torch
 
 from trouper.kernels.cpu.linear.by_torch import PlainLoRA
 from trouper.kernels.cuda.lora import BLOCK_ROWS, DeviceRows, TritonLoRA, max_blocks
-from trouper.kernels.lora import LowRank, RowTable
+from trouper.kernels.linear import LowRank, RowTable
 
 PARTS, NUM_SLOTS, MAX_RANK = (160, 32, 24), 5, 40
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2}

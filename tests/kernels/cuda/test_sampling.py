@@ -11,17 +11,24 @@ from trouper.actors.executor.sampling.sampler import Sampler
 from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.messages.requests import SequenceId
 from trouper.actors.messages.steps import NewSequence, Sampling
-from trouper.kernels.cuda.sampling.apply_penalties import apply_penalties, apply_penalties_reference
-from trouper.kernels.cuda.sampling.logprobs import TopLogprobs, top_logprobs, top_logprobs_reference
-from trouper.kernels.cuda.sampling.sample import (
+from trouper.kernels.cuda.sample import (
+    TopLogprobs,
     gumbel,
     log,
     put_tokens_,
     row_keys,
     sample,
+    top_logprobs,
+    top_logprobs_reference,
 )
-from trouper.kernels.cuda.sampling.sampling_rows import NEVER, SamplingRows, make_sampling_rows
-from trouper.kernels.cuda.sampling.top_k_top_p import top_k_top_p
+from trouper.kernels.cuda.sampling_rows import (
+    NEVER,
+    SamplingRows,
+    apply_penalties,
+    apply_penalties_reference,
+    make_sampling_rows,
+)
+from trouper.kernels.cuda.top_k_top_p import top_k_top_p
 from trouper.kernels.reference.sampling import PARAMETERS, ROW, row_of, top_k_top_p_reference
 from trouper.kernels.reference.sampling import gumbel as gumbel_of_the_cpu_path
 from trouper.kernels.reference.sampling import row_keys as row_keys_of_the_cpu_path

@@ -15,12 +15,15 @@ from typing import Any, Literal, Self
 
 import msgspec
 
-from trouper.config.checkpoint.files import check_folder, checked, read_json, read_object
-from trouper.config.checkpoint.hf_fields import (
+from trouper.config.checkpoint.files import (
     DenseFields,
     Module,
     PoolingFields,
     TransformerFields,
+    check_folder,
+    checked,
+    read_json,
+    read_object,
 )
 from trouper.errors import UnsupportedFeatureError, invalid
 

@@ -8,8 +8,8 @@ logits = out(tanh(dense(x))).
 import re
 from typing import Any
 
+from trouper.config.gguf.families import check_keys
 from trouper.config.gguf.header import Gguf
-from trouper.config.gguf.keys import check_keys
 from trouper.config.gguf.names import dtype_of, hf_config, pooling_of, quantization_of, rope_scaling
 from trouper.errors import UnsupportedFeatureError, invalid
 

@@ -17,10 +17,10 @@ from trouper.config.gguf.families import (
     expert_width,
     experts_of,
     granite_scales,
+    layer_numbers,
     shared_width,
 )
 from trouper.config.gguf.header import Gguf
-from trouper.config.gguf.keys import layer_numbers
 from trouper.errors import UnsupportedFeatureError, invalid
 
 _DELTA = {

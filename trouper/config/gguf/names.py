@@ -20,15 +20,18 @@ from trouper.config.gguf.families import (
     SCALE,
     SHARED_WIDTH,
     SIBLINGS,
+    WINDOW,
     Family,
+    check_keys,
     expert_width,
     experts_of,
     granite_scales,
+    layer_numbers,
+    layer_types,
     shared_width,
 )
 from trouper.config.gguf.header import SPLIT, Gguf, GgufStrings
 from trouper.config.gguf.hybrids import HYBRIDS
-from trouper.config.gguf.keys import WINDOW, check_keys, layer_numbers, layer_types
 from trouper.errors import UnsupportedFeatureError, invalid
 
 # The depth of folders in a folder: repositories have one folder for each QUANT, or none.

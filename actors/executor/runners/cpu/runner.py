@@ -58,7 +58,7 @@ from trouper.config.adapters import AdapterFiles
 from trouper.config.engine_config import EngineConfig
 from trouper.config.speculation import MAX_VERIFIED
 from trouper.errors import UnsupportedFeatureError
-from trouper.kernels.lora import AdapterRows
+from trouper.kernels.linear import AdapterRows
 
 # One core streams this many bytes of weights from its cache in about a millisecond. A second core gains nothing then,
 # and on a busy machine every barrier between the two costs a time slice.

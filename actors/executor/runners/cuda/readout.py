@@ -28,7 +28,7 @@ from trouper.actors.executor.steps.batch import from_numpy
 from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.messages.requests import GrammarWork
 from trouper.actors.messages.steps import NewSequence, Sampling, StepDone, StepPlan, TokenLogprobs
-from trouper.kernels.cuda.sampling.logprobs import top_logprobs
+from trouper.kernels.cuda.sample import top_logprobs
 
 # The most logprobs that the kernel returns.
 MAX_TOP = 128

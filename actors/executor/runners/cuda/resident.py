@@ -36,7 +36,7 @@ from trouper.errors import TrouperValidationError
 from trouper.kernels.cuda.collectives import CollectiveSums
 from trouper.kernels.cuda.lora import BLOCK_ROWS, DeviceRows, TritonLoRA, max_blocks
 from trouper.kernels.cuda.ops import TritonOps
-from trouper.kernels.lora import RowTable
+from trouper.kernels.linear import RowTable
 
 # The numbers that describe a block of rows: adapter slot, first row, number of rows.
 COLUMNS = 3

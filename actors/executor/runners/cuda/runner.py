@@ -60,9 +60,9 @@ from trouper.config.adapters import AdapterFiles
 from trouper.config.engine_config import EngineConfig
 from trouper.errors import UnsupportedFeatureError
 from trouper.kernels.cuda.ops import DeviceTokens, TritonOps
-from trouper.kernels.cuda.sampling.apply_penalties import apply_penalties
-from trouper.kernels.cuda.sampling.sample import put_tokens_, sample
-from trouper.kernels.cuda.sampling.top_k_top_p import top_k_top_p
+from trouper.kernels.cuda.sample import put_tokens_, sample
+from trouper.kernels.cuda.sampling_rows import apply_penalties
+from trouper.kernels.cuda.top_k_top_p import top_k_top_p
 
 
 class CudaRunner:

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from trouper.actors.messages.requests import MAX_BAD_WORD, MAX_EDITS
 from trouper.actors.messages.steps import NewSequence, Sampling, StepPlan
-from trouper.kernels.cuda.sampling.sampling_rows import NEVER, SamplingRows, make_sampling_rows
+from trouper.kernels.cuda.sampling_rows import NEVER, SamplingRows, make_sampling_rows
 from trouper.kernels.reference.sampling import ROW, row_of
 
 
@@ -274,7 +274,7 @@ class Changes:
 class Edit(NamedTuple):
     """One edit of a request's logits: a token, a value for it, and the condition under which it applies.
 
-    `kernels/cuda/sampling/sampling_rows.py` describes how it is applied.
+    `kernels/cuda/sampling_rows.py` describes how it is applied.
     """
 
     token: int

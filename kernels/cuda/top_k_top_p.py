@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trouper.kernels.cuda.launch import Table, config_of
-from trouper.kernels.cuda.sampling.sampling_rows import (
+from trouper.kernels.cuda.sampling_rows import (
     TEMPERATURE,
     SamplingRows,
     load_number,

@@ -9,8 +9,23 @@ from torch import Tensor
 from trouper.kernels.codegen.launch import compiled, float_bits, scratch
 from trouper.kernels.codegen.units import LANES, Kind
 from trouper.kernels.cpu.memory import Float32Copies, num_threads_for, padded
-from trouper.kernels.cpu.recurrent import convolution, gated_delta, gates, ssd
-from trouper.kernels.cpu.recurrent.entries import keep_drafts
+from trouper.kernels.cpu.recurrences import (
+    delta_gates,
+    delta_scratch_bytes,
+    gated_delta,
+    ssd,
+    ssd_gates,
+    ssd_scratch_bytes,
+    tile_of,
+)
+from trouper.kernels.cpu.recurrent_entries import (
+    CONV_TILE,
+    Gates,
+    causal_conv,
+    gated_norm,
+    keep_drafts,
+    mul_sigmoid,
+)
 from trouper.kernels.recurrent import RecurrentOps
 from trouper.kernels.reference.recurrent import Entries
 
@@ -23,10 +38,10 @@ class NativeRecurrentOps(RecurrentOps):
 
     def __init__(self, kind: Kind) -> None:
         self._kind: Kind = kind
-        self._delta_gates = compiled(gated_delta.delta_gates, kind)
-        self._ssd_gates = compiled(ssd.ssd_gates, kind)
-        self._ssd = compiled(ssd.ssd, kind)
-        self._mul_sigmoid = compiled(gates.mul_sigmoid, kind)
+        self._delta_gates = compiled(delta_gates, kind)
+        self._ssd_gates = compiled(ssd_gates, kind)
+        self._ssd = compiled(ssd, kind)
+        self._mul_sigmoid = compiled(mul_sigmoid, kind)
         self._keep_drafts = compiled(keep_drafts, kind)
         self._float32 = Float32Copies()
 
@@ -65,15 +80,15 @@ class NativeRecurrentOps(RecurrentOps):
         bias_C: Tensor | None,
         state_SKC: Tensor,
         entries: Entries,
-        kind: convolution.Gates,
+        kind: Gates,
         *,
         has_silu: bool,
     ) -> Tensor:
         num_tokens, (taps, width) = len(x_TX), weight_KC.shape
         num_vectors = 2 if width % (2 * LANES) == 0 else 1
-        kernel = compiled(convolution.causal_conv, self._kind, taps, has_silu, kind, num_vectors)
+        kernel = compiled(causal_conv, self._kind, taps, has_silu, kind, num_vectors)
         y_TC = padded(num_tokens, width, x_TX.dtype)
-        num_items = len(entries.rows) * -(-width // convolution.TILE)
+        num_items = len(entries.rows) * -(-width // CONV_TILE)
         kernel(
             num_items,
             *_addresses(entries),
@@ -139,9 +154,9 @@ class NativeRecurrentOps(RecurrentOps):
             return super().gated_delta(
                 q_THK, k_THK, v_THV, decay, beta_TH, state_SHKV, entries, normalises=normalises
             )
-        tile = gated_delta.tile_of(k_dim, v_dim, is_single=num_tokens == len(entries.rows))
-        num_bytes, num_threads = gated_delta.scratch_bytes(k_dim, tile), torch.get_num_threads()
-        kernel = compiled(gated_delta.gated_delta, self._kind, tile, decay.dim() == 3, normalises)
+        tile = tile_of(k_dim, v_dim, is_single=num_tokens == len(entries.rows))
+        num_bytes, num_threads = delta_scratch_bytes(k_dim, tile), torch.get_num_threads()
+        kernel = compiled(gated_delta, self._kind, tile, decay.dim() == 3, normalises)
         out_THV = torch.empty((num_tokens, num_heads, v_dim), dtype=v_THV.dtype)
         kernel(
             len(entries.rows) * num_heads * (v_dim // tile),
@@ -199,7 +214,7 @@ class NativeRecurrentOps(RecurrentOps):
         _, num_groups, num_states = b_TGN.shape
         if width % LANES or num_states % LANES:
             return super().ssd(x_THP, delta_TH, decay_TH, b_TGN, c_TGN, skip_H, state_SHPN, entries)
-        num_bytes, num_threads = ssd.scratch_bytes(num_states), torch.get_num_threads()
+        num_bytes, num_threads = ssd_scratch_bytes(num_states), torch.get_num_threads()
         y_THP = torch.empty((num_tokens, num_heads, width), dtype=x_THP.dtype)
         self._ssd(
             len(entries.rows) * num_heads * (width // LANES),
@@ -238,7 +253,7 @@ class NativeRecurrentOps(RecurrentOps):
                 x_TX, gate_TX, weight_X, eps, group=group, is_gate_first=is_gate_first
             )
         y_TX = padded(num_tokens, width, x_TX.dtype)
-        compiled(gates.gated_norm, self._kind, is_gate_first)(
+        compiled(gated_norm, self._kind, is_gate_first)(
             num_tokens * (width // group),
             x_TX.data_ptr(),
             x_TX.stride(0),

@@ -1,1 +1,0 @@
-"""The Triton kernels that edit logits, draw tokens and report log probabilities."""
