@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.interpreter import hasten_interpreter
 from trouper.actors.executor.device import PendingResult
 
 MIB = 2**20
@@ -28,6 +29,7 @@ class EmulatedMachine:
     backend = "gloo"
 
     def __init__(self):
+        hasten_interpreter()
         np.seterr(all="ignore")  # of this thread: lanes that are masked compute, too
         self.device = torch.device("cpu")
         self.name = "emulated"

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.interpreter import hasten_interpreter
 from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.models.native_decoder import ops_config
 from trouper.actors.executor.steps.batch import make_batch
@@ -61,6 +62,8 @@ def device_tokens(rows, columns, *, padding):
 def test_hidden_states_and_caches_equal_those_of_cpu_path(case, tmp_path):
     from trouper.kernels.cuda.ops import TritonOps
 
+    if DEVICE.type == "cpu":
+        hasten_interpreter()
     tiny_model(*CASES[case], tmp_path)
     config = engine_config(tmp_path)
     traits = decoder_traits(config.model.hf_config, config.model.architecture)

@@ -134,7 +134,7 @@ def test_sleep_gives_memory_back_and_wakes_with_same_tokens(level, folder, expec
         assert tokens(run(llm, GREEDY, PROMPTS[1:3])) == expected[0][1:3]
 
 
-@pytest.mark.anyio
+@pytest.mark.trio
 async def test_a_request_that_is_left_harms_nobody(folder, expected):
     args = EngineArgs(model=folder, device="cuda", **BASE)
     found = {}
@@ -186,7 +186,7 @@ def test_prompts_of_embeddings_equal_those_of_the_cpu(folder):
     assert ours == theirs
 
 
-@pytest.mark.anyio
+@pytest.mark.trio
 async def test_a_row_that_is_not_finite_fails_alone(folder, expected, tmp_path):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     weights = load_file(tmp_path / "model.safetensors")

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.interpreter import hasten_interpreter
+
 triton = pytest.importorskip("triton", reason="no Triton")
 
 HAS_GPU = torch.cuda.is_available()
@@ -22,6 +24,7 @@ def _interpreter(monkeypatch):
     if HAS_GPU:
         yield
         return
+    hasten_interpreter()
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     cut = InterpreterBuilder.cast_impl
