@@ -41,7 +41,7 @@ PARAMS = {
     "repetition": SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
 }  # fmt: skip
 BASE = {
-    "dtype": "float32", "max_model_len": 256, "num_gpu_blocks_override": 16, "max_num_seqs": 2,
+    "dtype": "float32", "max_model_len": 256, "num_gpu_blocks_override": 32, "max_num_seqs": 4,
 }  # fmt: skip
 
 
