@@ -194,8 +194,9 @@ def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     source, sink = folder / "requests.jsonl", folder / "answers.jsonl"
     source.write_text(requests(*"abcde"))
-    with process("-i", str(source), "-o", str(sink)) as batch:
-        batch.communicate()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("warnings.showwarning", None)
+        assert run_batch(source, sink) == 0
     return sink.read_bytes().splitlines(keepends=True)
 
 
