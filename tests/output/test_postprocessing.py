@@ -7,7 +7,7 @@ import torch
 from trouper.actors.output.postprocessing import cosines, finish, max_sim, normalized
 from trouper.config.checkpoint.pooler import PoolerSpec
 from trouper.errors import GenerationError
-from trouper.frontends.server.pooling.formats import to_bytes
+from trouper.frontends.server.apis.pooling.formats import to_bytes
 from trouper.pooling import PoolingParams
 
 RANDOM = np.random.default_rng(0)

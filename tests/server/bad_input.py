@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trouper.frontends.server.openai.requests import ChatRequest
+from trouper.frontends.server.apis.openai.requests import ChatRequest
 from trouper.frontends.server.shared.fields import CHAT, COMPLETION, verdict
 
 C, H, R = "/v1/completions", "/v1/chat/completions", "/v1/responses"

@@ -3,9 +3,9 @@
 import re
 from pathlib import Path
 
-from trouper.frontends.server.anthropic.conversation import MessagesRequest
-from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest
-from trouper.frontends.server.responses.conversation import ResponsesRequest
+from trouper.frontends.server.apis.anthropic.conversation import MessagesRequest
+from trouper.frontends.server.apis.openai.requests import ChatRequest, CompletionRequest
+from trouper.frontends.server.apis.responses.conversation import ResponsesRequest
 from trouper.frontends.server.shared import fields
 
 PAGE = Path(__file__).parents[2] / "docs" / "fields.md"

@@ -5,12 +5,12 @@ from contextlib import asynccontextmanager
 
 import anyio
 
+from trouper.frontends.server.apis.responses.background import resume_responses
 from trouper.frontends.server.asgi.app import create_app
 from trouper.frontends.server.asgi.routes import durable_route
 from trouper.frontends.server.durable.journal import Journal
 from trouper.frontends.server.durable.segments import Segments
 from trouper.frontends.server.generation.durable import resume_streams
-from trouper.frontends.server.responses.background import resume_responses
 from trouper.frontends.server.shared.settings import ServerSettings
 
 from .client import Client

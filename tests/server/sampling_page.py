@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 from trouper.frontends.cli.options import SamplingOptions
-from trouper.frontends.server.anthropic.conversation import MessagesRequest
-from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest
-from trouper.frontends.server.responses.conversation import ResponsesRequest
+from trouper.frontends.server.apis.anthropic.conversation import MessagesRequest
+from trouper.frontends.server.apis.openai.requests import ChatRequest, CompletionRequest
+from trouper.frontends.server.apis.responses.conversation import ResponsesRequest
 from trouper.params import SamplingParams
 from trouper.sampling_fields import FIELDS, NOT_IMPLEMENTED
 

@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
+from trouper.frontends.server.apis.openai.chat import ChatAdapter
 from trouper.frontends.server.asgi.app import create_app
 from trouper.frontends.server.generation.parsers import Content, ParserChain
-from trouper.frontends.server.openai.chat import ChatAdapter
 
 from .client import Client
 from .scripted import ScriptedEngine, completion, output

@@ -7,8 +7,8 @@ import anyio.lowlevel
 import msgspec
 import pytest
 
+from trouper.frontends.server.apis.responses import routes
 from trouper.frontends.server.durable import journal
-from trouper.frontends.server.responses import routes
 
 from .lives import lives_on, until
 from .test_journal import SimulatedDisk

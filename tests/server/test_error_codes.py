@@ -18,7 +18,7 @@ SEARCHES = {
 FOREIGN = {
     "actors/rendering/token_stream.py",  # tokenizers
     "frontends/cli/output.py",  # a cause is not shown twice
-    "frontends/server/ollama/requests.py",  # msgspec's place of a wrong value
+    "frontends/server/apis/ollama/requests.py",  # msgspec's place of a wrong value
     "trouper/config/checkpoint/files.py",  # the same
 }
 

@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trouper.frontends.server.anthropic.conversation import CountTokensRequest, MessagesRequest
-from trouper.frontends.server.http import body as module
-from trouper.frontends.server.http.body import LONG, excerpt
-from trouper.frontends.server.http.decoding import THREAD_FROM, decode_now
-from trouper.frontends.server.ollama.requests import OllamaChatRequest, OllamaGenerateRequest
-from trouper.frontends.server.openai.requests import (
+from trouper.frontends.server.apis.anthropic.conversation import CountTokensRequest, MessagesRequest
+from trouper.frontends.server.apis.ollama.requests import OllamaChatRequest, OllamaGenerateRequest
+from trouper.frontends.server.apis.openai.requests import (
     ChatRequest,
     CompletionRequest,
     TokenizeRequest,
 )
+from trouper.frontends.server.http import body as module
+from trouper.frontends.server.http.body import LONG, excerpt
+from trouper.frontends.server.http.decoding import THREAD_FROM, decode_now
 from trouper.frontends.server.shared.errors import HTTPError
 
 TEXT = "QUJD" * (LONG // 4 + 1)

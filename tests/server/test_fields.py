@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from trouper.errors import UnsupportedFeatureError
-from trouper.frontends.server.anthropic.conversation import CountTokensRequest, MessagesRequest
+from trouper.frontends.server.apis.anthropic.conversation import CountTokensRequest, MessagesRequest
+from trouper.frontends.server.apis.openai import requests
+from trouper.frontends.server.apis.pooling import formats as pooling
+from trouper.frontends.server.apis.responses.conversation import ResponsesRequest
 from trouper.frontends.server.generation.request_fields import SamplingFields
-from trouper.frontends.server.openai import requests
 from trouper.frontends.server.ops.control import LoadAdapterRequest, UnloadAdapterRequest
-from trouper.frontends.server.pooling import formats as pooling
-from trouper.frontends.server.responses.conversation import ResponsesRequest
 from trouper.frontends.server.shared import fields
 from trouper.frontends.server.shared.errors import describe
 

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trouper.frontends.server.anthropic.conversation import CountTokensRequest, MessagesRequest
-from trouper.frontends.server.openai.requests import (
+from trouper.frontends.server.apis.anthropic.conversation import CountTokensRequest, MessagesRequest
+from trouper.frontends.server.apis.openai.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from trouper.frontends.server.responses.conversation import ResponsesRequest
+from trouper.frontends.server.apis.responses.conversation import ResponsesRequest
 
 pytestmark = pytest.mark.anyio
 

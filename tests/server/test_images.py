@@ -3,9 +3,9 @@
 import pytest
 
 from trouper.actors.rendering.media.parts import Base64File
-from trouper.frontends.server.anthropic.conversation import MessagesRequest, chat_of
+from trouper.frontends.server.apis.anthropic.conversation import MessagesRequest, chat_of
+from trouper.frontends.server.apis.responses.conversation import add_items
 from trouper.frontends.server.generation.transcript import Transcript
-from trouper.frontends.server.responses.conversation import add_items
 
 pytestmark = pytest.mark.anyio
 B64 = "iVBORw0KGgo="

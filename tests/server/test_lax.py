@@ -5,8 +5,8 @@ from typing import Any
 import pydantic
 import pytest
 
+from trouper.frontends.server.apis.openai.requests import ChatRequest
 from trouper.frontends.server.http.decoding import decode_now, relax
-from trouper.frontends.server.openai.requests import ChatRequest
 from trouper.frontends.server.shared.errors import HTTPError
 
 KINDS = (

@@ -252,7 +252,7 @@ async def test_stream_that_fails_says_so_in_event(client, monkeypatch):
     async with client.stream("POST", PATH, body(stream=True), [JSON]) as call:
         await call.wait_for(lambda: call.num_chunks >= 2)
         monkeypatch.setattr(
-            "trouper.frontends.server.openai.completions.CompletionAdapter.render", break_later
+            "trouper.frontends.server.apis.openai.completions.CompletionAdapter.render", break_later
         )
         await call.wait_complete()
     *_, error, done = call.answer.events

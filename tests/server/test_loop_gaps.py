@@ -15,12 +15,12 @@ from trouper import AsyncLLMEngine, EngineArgs
 from trouper.actors.engine.generation import Generation
 from trouper.actors.rendering.prompts.embeds import decode_base64, decode_embeds, digests
 from trouper.actors.runtime.event_loop import ITEMS_PER_TURN
+from trouper.frontends.server.apis.openai.requests import ChatRequest, CompletionRequest
+from trouper.frontends.server.apis.pooling import routes
+from trouper.frontends.server.apis.pooling.formats import numbers
 from trouper.frontends.server.asgi.app import create_app
 from trouper.frontends.server.http import decoding
 from trouper.frontends.server.http.decoding import decode_now
-from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest
-from trouper.frontends.server.pooling import routes
-from trouper.frontends.server.pooling.formats import numbers
 
 from .client import Client
 

@@ -8,31 +8,24 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from trouper.frontends.server.anthropic.conversation import CountTokensRequest, MessagesRequest
-from trouper.frontends.server.anthropic.messages import (
+from trouper.frontends.server.apis.anthropic.conversation import CountTokensRequest, MessagesRequest
+from trouper.frontends.server.apis.anthropic.messages import (
     ANTHROPIC_ERRORS,
     count_tokens,
     create_message,
 )
-from trouper.frontends.server.generation.stream_readers import (
-    STREAMS,
-    delete_stream,
-    get_stream,
-    list_streams,
-)
-from trouper.frontends.server.http.context import Access, Handler, Route
-from trouper.frontends.server.ollama import routes as ollama
-from trouper.frontends.server.ollama.requests import (
+from trouper.frontends.server.apis.ollama import routes as ollama
+from trouper.frontends.server.apis.ollama.requests import (
     OllamaChatRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
     OllamaNamed,
 )
-from trouper.frontends.server.ollama.routes import OLLAMA_ERRORS
-from trouper.frontends.server.openai import tokens
-from trouper.frontends.server.openai.chat import create_chat, create_chat_batch
-from trouper.frontends.server.openai.completions import create_completion
-from trouper.frontends.server.openai.llama_cpp import (
+from trouper.frontends.server.apis.ollama.routes import OLLAMA_ERRORS
+from trouper.frontends.server.apis.openai import tokens
+from trouper.frontends.server.apis.openai.chat import create_chat, create_chat_batch
+from trouper.frontends.server.apis.openai.completions import create_completion
+from trouper.frontends.server.apis.openai.llama_cpp import (
     InfillReply,
     InfillRequest,
     LlamaCompletionReply,
@@ -40,7 +33,7 @@ from trouper.frontends.server.openai.llama_cpp import (
     create_infill,
     create_llama_completion,
 )
-from trouper.frontends.server.openai.requests import (
+from trouper.frontends.server.apis.openai.requests import (
     ApplyTemplateRequest,
     ChatBatchRequest,
     ChatReply,
@@ -50,22 +43,14 @@ from trouper.frontends.server.openai.requests import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from trouper.frontends.server.openai.transcriptions import (
+from trouper.frontends.server.apis.openai.transcriptions import (
     Transcription,
     TranscriptionRequest,
     create_transcription,
     refuse_translation,
 )
-from trouper.frontends.server.ops import control, models, operations
-from trouper.frontends.server.ops.control import (
-    AbortRequest,
-    LoadAdapterRequest,
-    UnloadAdapterRequest,
-)
-from trouper.frontends.server.ops.models import LoadModelRequest, UnloadModelRequest
-from trouper.frontends.server.ops.openapi import describe
-from trouper.frontends.server.pooling import routes
-from trouper.frontends.server.pooling.formats import (
+from trouper.frontends.server.apis.pooling import routes
+from trouper.frontends.server.apis.pooling.formats import (
     ClassifyRequest,
     CohereEmbedRequest,
     EmbeddingRequest,
@@ -73,12 +58,12 @@ from trouper.frontends.server.pooling.formats import (
     RerankRequest,
     ScoreRequest,
 )
-from trouper.frontends.server.responses.conversation import (
+from trouper.frontends.server.apis.responses.conversation import (
     MAX_ITEMS,
     CompactRequest,
     ResponsesRequest,
 )
-from trouper.frontends.server.responses.routes import (
+from trouper.frontends.server.apis.responses.routes import (
     RESPONSES,
     RESPONSES_ERRORS,
     cancel_response,
@@ -89,6 +74,21 @@ from trouper.frontends.server.responses.routes import (
     list_input_items,
     retrieve_response,
 )
+from trouper.frontends.server.generation.stream_readers import (
+    STREAMS,
+    delete_stream,
+    get_stream,
+    list_streams,
+)
+from trouper.frontends.server.http.context import Access, Handler, Route
+from trouper.frontends.server.ops import control, models, operations
+from trouper.frontends.server.ops.control import (
+    AbortRequest,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+)
+from trouper.frontends.server.ops.models import LoadModelRequest, UnloadModelRequest
+from trouper.frontends.server.ops.openapi import describe
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import OPENAI_ERRORS, ErrorForm
 

@@ -11,7 +11,9 @@ import anyio
 import msgspec
 
 from trouper.actors.observability.metrics import Metrics
-from trouper.errors import TrouperNotFoundError
+from trouper.actors.rendering.prompts.infill import marks_of
+from trouper.config.media import IMAGE
+from trouper.errors import TrouperError, TrouperNotFoundError
 from trouper.frontends.server.models.options import ModelOptions
 from trouper.frontends.server.models.policy import AWAKE, COLD, FAILED, ModelRecord, ModelState
 from trouper.frontends.server.models.sizes import ModelPlan
@@ -229,3 +231,33 @@ def status_words(status: ModelStatus) -> dict[str, Any]:
         "awake": "loaded", "dozing": "sleeping", "asleep": "sleeping", "failed": "failed",
     }  # fmt: skip
     return {"value": words[status.state]}
+
+
+def capabilities(service: Service) -> list[str]:
+    """Return what a loaded model can do, in Ollama's words: completion, vision, tools, thinking, insert, or embedding alone.
+
+    Detects them from the chat template and the vocabulary, because a model's name may be anything.
+    """
+    if service.config.pooler is not None:
+        return ["embedding"]
+    found = ["completion"]
+    if service.config.media is not None and service.config.media.modality == IMAGE:
+        found.append("vision")
+    if service.answers.tools is not None:
+        found.append("tools")
+    if service.answers.reasoning is not None:
+        found.append("thinking")
+    if _fills_gaps(service):
+        found.append("insert")
+    return found
+
+
+def _fills_gaps(service: Service) -> bool:
+    tokenizer = service.tokenizer
+    if tokenizer is None:
+        return False
+    try:
+        marks_of(tokenizer)
+    except TrouperError:
+        return False
+    return True

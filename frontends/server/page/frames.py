@@ -18,7 +18,7 @@ from trouper.actors.scheduling.scheduling_policy import PolicySnapshot
 from trouper.config.engine_config import EngineConfig
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.models.residency import residency_of
-from trouper.frontends.server.ollama.replies import capabilities
+from trouper.frontends.server.models.table import capabilities
 from trouper.frontends.server.service.service import Service
 
 # 180 bytes each, so with the rest of the model 8 KiB hold these.

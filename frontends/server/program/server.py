@@ -25,6 +25,7 @@ import msgspec
 from anyio.abc import TaskGroup, TaskStatus
 
 from trouper.errors import invalid
+from trouper.frontends.server.apis.responses.background import resume_responses
 from trouper.frontends.server.asgi.app import App
 from trouper.frontends.server.asgi.routes import durable_route
 from trouper.frontends.server.generation.durable import resume_streams
@@ -38,7 +39,6 @@ from trouper.frontends.server.models.residency import Residency
 from trouper.frontends.server.program.hand_over import Ask, HandOver, Predecessor
 from trouper.frontends.server.program.monitor import Heap, watch
 from trouper.frontends.server.program.start_report import LoadingLine, summarise
-from trouper.frontends.server.responses.background import resume_responses
 from trouper.frontends.server.service.service import Service
 from trouper.lora import LoRARequest
 

@@ -16,6 +16,14 @@ import anyio
 import msgspec
 
 from trouper.errors import EngineDeadError, TrouperNotFoundError
+from trouper.frontends.server.apis.responses.adapter import ResponsesAdapter
+from trouper.frontends.server.apis.responses.conversation import ResponsesRequest, ResponsesTurn
+from trouper.frontends.server.apis.responses.memory import (
+    decode_items,
+    encode,
+    find,
+    stored_response,
+)
 from trouper.frontends.server.durable.journal import Journal
 from trouper.frontends.server.durable.records import Admitted, StreamRecord
 from trouper.frontends.server.durable.streams import DurableStream, lost, lost_reason
@@ -31,9 +39,6 @@ from trouper.frontends.server.generation.durable import (
 from trouper.frontends.server.generation.token_keeper import TokenKeeper
 from trouper.frontends.server.http.body import ClientGone
 from trouper.frontends.server.http.context import Message, RequestContext, event_frame
-from trouper.frontends.server.responses.adapter import ResponsesAdapter
-from trouper.frontends.server.responses.conversation import ResponsesRequest, ResponsesTurn
-from trouper.frontends.server.responses.memory import decode_items, encode, find, stored_response
 from trouper.frontends.server.service.response_store import StoredResponse
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import (

@@ -16,21 +16,10 @@ from typing import Any, ClassVar
 import msgspec
 
 from trouper import __version__
-from trouper.actors.rendering.prompts.infill import marks_of
-from trouper.config.media import IMAGE
 from trouper.config.model import ModelFiles
-from trouper.errors import TrouperError, invalid
+from trouper.errors import invalid
 from trouper.frontends.dialects.calls import Arguments, CallEnded, CallStarted, ParserEvent
-from trouper.frontends.server.generation.adapter import (
-    ChoiceUpdate,
-    ParsedRequest,
-    ReplyHead,
-    ServedModel,
-    StreamEvent,
-)
-from trouper.frontends.server.generation.logprobs import chat_logprobs
-from trouper.frontends.server.models.table import ModelStatus
-from trouper.frontends.server.ollama.requests import (
+from trouper.frontends.server.apis.ollama.requests import (
     CLIENT_NAMES,
     OllamaChatRequest,
     OllamaGenerateRequest,
@@ -39,9 +28,18 @@ from trouper.frontends.server.ollama.requests import (
     chat_of_prompt,
     completion_of,
 )
-from trouper.frontends.server.openai.chat import ChatAdapter
-from trouper.frontends.server.openai.completions import CompletionAdapter
-from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest
+from trouper.frontends.server.apis.openai.chat import ChatAdapter
+from trouper.frontends.server.apis.openai.completions import CompletionAdapter
+from trouper.frontends.server.apis.openai.requests import ChatRequest, CompletionRequest
+from trouper.frontends.server.generation.adapter import (
+    ChoiceUpdate,
+    ParsedRequest,
+    ReplyHead,
+    ServedModel,
+    StreamEvent,
+)
+from trouper.frontends.server.generation.logprobs import chat_logprobs
+from trouper.frontends.server.models.table import ModelStatus, capabilities
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.usage import Usage
 from trouper.outputs import RequestStateStats
@@ -329,36 +327,6 @@ def show(service: Service, files: ModelFiles, name: str) -> JSONObject:
         "capabilities": does,
         "modified_at": _time(files.modified_s),
     }
-
-
-def capabilities(service: Service) -> list[str]:
-    """Return what the model can do, in Ollama's words.
-
-    They follow from the chat template and the vocabulary, not from the model's name.
-    """
-    if service.config.pooler is not None:
-        return ["embedding"]
-    found = ["completion"]
-    if service.config.media is not None and service.config.media.modality == IMAGE:
-        found.append("vision")
-    if service.answers.tools is not None:
-        found.append("tools")
-    if service.answers.reasoning is not None:
-        found.append("thinking")
-    if _fills_gaps(service):
-        found.append("insert")
-    return found
-
-
-def _fills_gaps(service: Service) -> bool:
-    tokenizer = service.tokenizer
-    if tokenizer is None:
-        return False
-    try:
-        marks_of(tokenizer)
-    except TrouperError:
-        return False
-    return True
 
 
 def _details(service: Service, files: ModelFiles) -> JSONObject:

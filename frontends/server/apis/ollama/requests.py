@@ -12,9 +12,9 @@ import msgspec
 
 from trouper.actors.rendering.media.parts import Base64File
 from trouper.errors import invalid
+from trouper.frontends.server.apis.openai.requests import CompletionRequest, DerivedChat
 from trouper.frontends.server.generation.request_fields import ResponseFormat, closed
 from trouper.frontends.server.models.options import seconds_of
-from trouper.frontends.server.openai.requests import CompletionRequest, DerivedChat
 from trouper.frontends.server.shared import fields
 from trouper.frontends.server.shared.fields import Others, check_others
 

@@ -14,13 +14,13 @@ from trouper.actors.output.slot import ReplySlot
 from trouper.actors.rendering.prompts.prompts import Prompts, Rendered
 from trouper.actors.rendering.tokenizer import Tokenizer
 from trouper.errors import ContextLengthError, invalid
-from trouper.frontends.server.generation.transcript import chat_prompt
-from trouper.frontends.server.http.context import RequestContext
-from trouper.frontends.server.openai.requests import (
+from trouper.frontends.server.apis.openai.requests import (
     ApplyTemplateRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
+from trouper.frontends.server.generation.transcript import chat_prompt
+from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import HTTPError
 from trouper.params import SamplingParams

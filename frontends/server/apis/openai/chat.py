@@ -14,6 +14,24 @@ from trouper.errors import UnsupportedFeatureError, invalid
 from trouper.frontends.dialects.calls import MAX_HELD
 from trouper.frontends.dialects.core import AnswerParser, ReasoningTokens
 from trouper.frontends.dialects.table import BY_NAME
+from trouper.frontends.server.apis.openai.requests import (
+    FINGERPRINT,
+    ChatBatchRequest,
+    ChatChoice,
+    ChatChunk,
+    ChatDelta,
+    ChatReply,
+    ChatRequest,
+    Message,
+    WholeMessage,
+)
+from trouper.frontends.server.apis.openai.sampling import (
+    NO_GRAMMAR,
+    chat_beams,
+    chat_params,
+    choices_of,
+    parsed_request,
+)
 from trouper.frontends.server.generation.adapter import (
     ChoiceUpdate,
     LastMetrics,
@@ -42,24 +60,6 @@ from trouper.frontends.server.generation.request_fields import way_of
 from trouper.frontends.server.generation.tools import CallDeltas, ToolUse, num_calls, tool_use
 from trouper.frontends.server.generation.transcript import chat_prompt
 from trouper.frontends.server.http.context import DONE, RequestContext
-from trouper.frontends.server.openai.requests import (
-    FINGERPRINT,
-    ChatBatchRequest,
-    ChatChoice,
-    ChatChunk,
-    ChatDelta,
-    ChatReply,
-    ChatRequest,
-    Message,
-    WholeMessage,
-)
-from trouper.frontends.server.openai.sampling import (
-    NO_GRAMMAR,
-    chat_beams,
-    chat_params,
-    choices_of,
-    parsed_request,
-)
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.usage import Usage
 from trouper.outputs import CompletionOutput, RequestOutput

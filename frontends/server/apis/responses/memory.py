@@ -7,10 +7,10 @@ import anyio.to_thread
 import msgspec
 
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
+from trouper.frontends.server.apis.responses.adapter import response_of
+from trouper.frontends.server.apis.responses.conversation import ResponsesRequest, ResponsesTurn
 from trouper.frontends.server.http.context import RequestContext
 from trouper.frontends.server.http.decoding import THREAD_FROM
-from trouper.frontends.server.responses.adapter import response_of
-from trouper.frontends.server.responses.conversation import ResponsesRequest, ResponsesTurn
 from trouper.frontends.server.service.response_store import ResponseStore, StoredResponse
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import NO_MEMORY, HTTPError, clean

@@ -6,6 +6,9 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
+from trouper.frontends.server.apis.openai.chat import ChatAdapter
+from trouper.frontends.server.apis.responses.conversation import ResponsesTurn
+from trouper.frontends.server.apis.responses.tools import ResponseTools, custom_input, shell_action
 from trouper.frontends.server.generation.adapter import (
     ChoiceUpdate,
     ParsedRequest,
@@ -24,9 +27,6 @@ from trouper.frontends.server.generation.parsers import (
     BlockStarted,
 )
 from trouper.frontends.server.generation.transcript import seal
-from trouper.frontends.server.openai.chat import ChatAdapter
-from trouper.frontends.server.responses.conversation import ResponsesTurn
-from trouper.frontends.server.responses.tools import ResponseTools, custom_input, shell_action
 from trouper.frontends.server.shared.usage import CachedTokens, ReasoningUsage, Usage
 from trouper.outputs import CompletionOutput, RequestOutput
 

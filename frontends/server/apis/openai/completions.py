@@ -8,6 +8,21 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from trouper.errors import TrouperValidationError, invalid
+from trouper.frontends.server.apis.openai.requests import (
+    FINGERPRINT,
+    CompletionChoice,
+    CompletionChunk,
+    CompletionDelta,
+    CompletionReply,
+    CompletionRequest,
+)
+from trouper.frontends.server.apis.openai.sampling import (
+    check_sequences,
+    choices_of,
+    completion_beams,
+    completion_params,
+    parsed_request,
+)
 from trouper.frontends.server.generation.adapter import (
     ChoiceUpdate,
     LastMetrics,
@@ -24,21 +39,6 @@ from trouper.frontends.server.generation.logprobs import (
 )
 from trouper.frontends.server.generation.request_fields import way_of
 from trouper.frontends.server.http.context import DONE, RequestContext
-from trouper.frontends.server.openai.requests import (
-    FINGERPRINT,
-    CompletionChoice,
-    CompletionChunk,
-    CompletionDelta,
-    CompletionReply,
-    CompletionRequest,
-)
-from trouper.frontends.server.openai.sampling import (
-    check_sequences,
-    choices_of,
-    completion_beams,
-    completion_params,
-    parsed_request,
-)
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.usage import Usage
 from trouper.outputs import LogprobsOnePosition, RequestOutput

@@ -12,6 +12,7 @@ import msgspec
 
 from trouper.actors.rendering.media.parts import Base64File
 from trouper.errors import invalid
+from trouper.frontends.server.apis.openai.requests import ChatRequest, DerivedChat
 from trouper.frontends.server.generation.adapter import StreamEvent
 from trouper.frontends.server.generation.parsers import (
     AnswerBlock,
@@ -22,7 +23,6 @@ from trouper.frontends.server.generation.parsers import (
 )
 from trouper.frontends.server.generation.request_fields import ResponseFormat, SamplingFields
 from trouper.frontends.server.generation.transcript import Transcript, seal, unseal
-from trouper.frontends.server.openai.requests import ChatRequest, DerivedChat
 from trouper.frontends.server.shared import fields
 from trouper.frontends.server.shared.errors import (
     NO_TOOLS,

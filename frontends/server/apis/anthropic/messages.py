@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from trouper.frontends.server.anthropic.conversation import (
+from trouper.frontends.server.apis.anthropic.conversation import (
     BUDGET,
     EFFORT,
     FORMAT,
@@ -20,6 +20,9 @@ from trouper.frontends.server.anthropic.conversation import (
     content_block,
     render_block,
 )
+from trouper.frontends.server.apis.openai.chat import ChatAdapter
+from trouper.frontends.server.apis.openai.requests import ChatRequest
+from trouper.frontends.server.apis.openai.tokens import conversation_ids
 from trouper.frontends.server.generation.adapter import (
     ChoiceUpdate,
     ParsedRequest,
@@ -32,9 +35,6 @@ from trouper.frontends.server.generation.driver import client_names, drive
 from trouper.frontends.server.generation.parsers import AnswerBlocks, BlockEvent
 from trouper.frontends.server.generation.transcript import Transcript, chat_prompt
 from trouper.frontends.server.http.context import RequestContext
-from trouper.frontends.server.openai.chat import ChatAdapter
-from trouper.frontends.server.openai.requests import ChatRequest
-from trouper.frontends.server.openai.tokens import conversation_ids
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import (
     MAX_MESSAGE,

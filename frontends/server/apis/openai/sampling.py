@@ -15,13 +15,13 @@ from trouper.errors import (
     invalid,
     rename_parameter,
 )
+from trouper.frontends.server.apis.openai.requests import ChatRequest, CompletionRequest
 from trouper.frontends.server.generation.adapter import BeamRequest, ParsedRequest
 from trouper.frontends.server.generation.request_fields import (
     GUIDED,
     Generating,
     structured_outputs,
 )
-from trouper.frontends.server.openai.requests import ChatRequest, CompletionRequest
 from trouper.frontends.server.shared.settings import ServerSettings
 from trouper.params import (
     GREEDY_BELOW,

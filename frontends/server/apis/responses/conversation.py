@@ -13,16 +13,16 @@ from typing import Any, ClassVar, NamedTuple, cast
 import msgspec
 
 from trouper.errors import invalid
-from trouper.frontends.server.generation.request_fields import ResponseFormat, SamplingFields
-from trouper.frontends.server.generation.transcript import Transcript, unseal
-from trouper.frontends.server.openai.requests import ChatRequest
-from trouper.frontends.server.responses.tools import (
+from trouper.frontends.server.apis.openai.requests import ChatRequest
+from trouper.frontends.server.apis.responses.tools import (
     SHELL,
     SHELL_SCHEMA,
     ResponseTools,
     custom_arguments,
     function_name,
 )
+from trouper.frontends.server.generation.request_fields import ResponseFormat, SamplingFields
+from trouper.frontends.server.generation.transcript import Transcript, unseal
 from trouper.frontends.server.service.response_store import StoredResponse
 from trouper.frontends.server.shared import fields
 from trouper.frontends.server.shared.errors import unsupported

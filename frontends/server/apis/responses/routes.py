@@ -13,16 +13,9 @@ from typing import Any
 import msgspec
 
 from trouper.errors import invalid
-from trouper.frontends.server.durable.streams import DurableStream
-from trouper.frontends.server.generation.driver import client_names, prepare
-from trouper.frontends.server.generation.stream_readers import follow_stream
-from trouper.frontends.server.generation.transcript import chat_prompt, seal
-from trouper.frontends.server.http.context import RequestContext
-from trouper.frontends.server.http.decoding import TOOLS
-from trouper.frontends.server.models.residency import residency_of
-from trouper.frontends.server.openai.tokens import conversation_ids
-from trouper.frontends.server.responses.adapter import ResponsesAdapter
-from trouper.frontends.server.responses.background import (
+from trouper.frontends.server.apis.openai.tokens import conversation_ids
+from trouper.frontends.server.apis.responses.adapter import ResponsesAdapter
+from trouper.frontends.server.apis.responses.background import (
     MAX_DIGITS,
     BackgroundResponse,
     follow,
@@ -31,14 +24,14 @@ from trouper.frontends.server.responses.background import (
     kept_turn,
     with_seed,
 )
-from trouper.frontends.server.responses.conversation import (
+from trouper.frontends.server.apis.responses.conversation import (
     CompactRequest,
     Page,
     ResponsesRequest,
     ResponsesTurn,
     listed,
 )
-from trouper.frontends.server.responses.memory import (
+from trouper.frontends.server.apis.responses.memory import (
     check_is_on,
     encode,
     find,
@@ -46,6 +39,13 @@ from trouper.frontends.server.responses.memory import (
     recall,
     stored_response,
 )
+from trouper.frontends.server.durable.streams import DurableStream
+from trouper.frontends.server.generation.driver import client_names, prepare
+from trouper.frontends.server.generation.stream_readers import follow_stream
+from trouper.frontends.server.generation.transcript import chat_prompt, seal
+from trouper.frontends.server.http.context import RequestContext
+from trouper.frontends.server.http.decoding import TOOLS
+from trouper.frontends.server.models.residency import residency_of
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import (
     MAX_MESSAGE,

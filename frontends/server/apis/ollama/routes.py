@@ -13,13 +13,9 @@ from trouper import __version__
 from trouper.actors.engine.admission import has_images
 from trouper.config.model import ModelFiles
 from trouper.errors import ContextLengthError, TrouperClientError, invalid
-from trouper.frontends.server.generation.driver import client_names, drive
-from trouper.frontends.server.generation.transcript import chat_prompt
-from trouper.frontends.server.http.context import RequestContext
-from trouper.frontends.server.models.residency import residency_of
-from trouper.frontends.server.ollama import replies
-from trouper.frontends.server.ollama.replies import OllamaAdapter, OllamaTurn, reply_head
-from trouper.frontends.server.ollama.requests import (
+from trouper.frontends.server.apis.ollama import replies
+from trouper.frontends.server.apis.ollama.replies import OllamaAdapter, OllamaTurn, reply_head
+from trouper.frontends.server.apis.ollama.requests import (
     OllamaChatRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
@@ -28,10 +24,14 @@ from trouper.frontends.server.ollama.requests import (
     read_keep_alive,
     read_options,
 )
-from trouper.frontends.server.openai.requests import ChatRequest
-from trouper.frontends.server.openai.tokens import conversation_ids
-from trouper.frontends.server.pooling.formats import EmbeddingRequest
-from trouper.frontends.server.pooling.routes import embed
+from trouper.frontends.server.apis.openai.requests import ChatRequest
+from trouper.frontends.server.apis.openai.tokens import conversation_ids
+from trouper.frontends.server.apis.pooling.formats import EmbeddingRequest
+from trouper.frontends.server.apis.pooling.routes import embed
+from trouper.frontends.server.generation.driver import client_names, drive
+from trouper.frontends.server.generation.transcript import chat_prompt
+from trouper.frontends.server.http.context import RequestContext
+from trouper.frontends.server.models.residency import residency_of
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import (
     MAX_MESSAGE,

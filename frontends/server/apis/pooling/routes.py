@@ -29,11 +29,7 @@ from trouper.frontends.python.scoring import (
     as_pairs,
     collect,
 )
-from trouper.frontends.server.generation.streams import final_outputs
-from trouper.frontends.server.generation.transcript import MAX_PARTS, chat_prompt
-from trouper.frontends.server.http.context import RequestContext
-from trouper.frontends.server.http.headers import read_placement
-from trouper.frontends.server.pooling.formats import (
+from trouper.frontends.server.apis.pooling.formats import (
     COHERE_TYPES,
     ClassifyRequest,
     CohereEmbedRequest,
@@ -55,6 +51,10 @@ from trouper.frontends.server.pooling.formats import (
     build_ranking,
     build_scores,
 )
+from trouper.frontends.server.generation.streams import final_outputs
+from trouper.frontends.server.generation.transcript import MAX_PARTS, chat_prompt
+from trouper.frontends.server.http.context import RequestContext
+from trouper.frontends.server.http.headers import read_placement
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared.errors import aborted
 from trouper.inputs import PoolingPrompt

@@ -10,6 +10,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from trouper.errors import UnsupportedFeatureError, invalid
+from trouper.frontends.server.apis.openai.requests import CompletionRequest
+from trouper.frontends.server.apis.openai.sampling import completion_params, parsed_request
 from trouper.frontends.server.generation.adapter import (
     ChoiceUpdate,
     ParsedRequest,
@@ -21,8 +23,6 @@ from trouper.frontends.server.generation.driver import drive
 from trouper.frontends.server.generation.logprobs import chat_logprobs
 from trouper.frontends.server.generation.request_fields import Int64, ResponseFormat, closed
 from trouper.frontends.server.http.context import RequestContext
-from trouper.frontends.server.openai.requests import CompletionRequest
-from trouper.frontends.server.openai.sampling import completion_params, parsed_request
 from trouper.frontends.server.service.service import Service
 from trouper.frontends.server.shared import fields
 from trouper.frontends.server.shared.usage import Usage

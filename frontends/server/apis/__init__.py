@@ -1,0 +1,1 @@
+"""One folder for each API: its requests, its replies and its routes."""
