@@ -5,10 +5,8 @@ The root command also warns about variables named TROUPER_… that nothing reads
 otherwise be ignored silently.
 """
 
-import atexit
 import dataclasses
 import difflib
-import gc
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -150,18 +148,6 @@ def main() -> None:
 
     Output is flushed here, so that a full disk or a closed pipe becomes an error and a nonzero exit code.
     """
-    code = output.EXIT_CRASH
-
-    def end_at_once() -> None:
-        """Skip the end of the interpreter, where triton lists all objects that `gc.freeze` has kept from it as leaks."""
-        if gc.get_freeze_count() and "triton" in sys.modules:
-            # Other exit functions may have printed.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-
-    # The first function that is registered runs last.
-    atexit.register(end_at_once)
     code = run_line()
     try:
         sys.stdout.flush()

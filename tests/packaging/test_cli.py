@@ -630,12 +630,18 @@ def test_early_signal_prints_one_line():
 
 
 FROZEN = """
-import gc, sys, triton
-from trouper.frontends.cli.main import main
+import sys
+from trouper.__main__ import start
 
-gc.freeze()
+class Freeze:
+    def find_spec(self, name, path, target=None):
+        if name == "trouper.frontends.cli.output":
+            import gc, triton
+            gc.freeze()
+
+sys.meta_path.insert(0, Freeze())
 sys.argv = ["trouper", "generate", "--no-such-option"]
-main()
+start()
 """
 
 
@@ -650,25 +656,30 @@ def test_objects_of_triton_are_not_listed_as_leaks():
 
 PRINTING = """
 import atexit, gc, sys, types
-from trouper.frontends.cli import main
+from trouper.__main__ import start
 
-def run_line():
+if {has_own}:
+    atexit.register(print, "own")
+main = types.ModuleType("trouper.frontends.cli.main")
+
+def run():
     atexit.register(print, "bye")
-    return 3
+    sys.exit(3)
 
+main.main = run
 gc.freeze()
-sys.modules["triton"] = types.ModuleType("triton")
-main.run_line = run_line
-main.main()
+sys.modules |= {{"triton": types.ModuleType("triton"), main.__name__: main}}
+start()
 """
 
 
 @pytest.mark.slow
-def test_exit_functions_print_before_the_end_at_once():
+@pytest.mark.parametrize("has_own", [False, True])
+def test_exit_functions_print_before_the_end_at_once(has_own):
     environment = {key: os.environ[key] for key in os.environ if key != "PYTHONUNBUFFERED"}
-    command = [sys.executable, "-c", PRINTING]
+    command = [sys.executable, "-c", PRINTING.format(has_own=has_own)]
     ended = subprocess.run(command, stdout=subprocess.PIPE, check=False, env=environment)
-    assert (ended.returncode, ended.stdout) == (3, b"bye\n")
+    assert (ended.returncode, ended.stdout) == (3, b"bye\n" + b"own\n" * has_own)
 
 
 def test_nobody_reading_on_is_no_error():
