@@ -11,8 +11,8 @@ command.
 import json
 import logging
 import re
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 # The key of vLLM's engine options in the context of a command.
 FOR_ENGINE = "trouper.foreign"
+# Options with one value for a list, which vLLM writes as several words.
+WITH_COMMAS = ("cudagraph_capture_sizes",)
 
 
 def settle(params: Iterable[Any], arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
@@ -46,10 +48,13 @@ def settle(params: Iterable[Any], arguments: Sequence[str]) -> tuple[list[str], 
     has_engine, has_server = "--max-model-len" in own, "--root-path" in own
     kept: list[str] = []
     given: dict[str, Any] = {}
-    rest = iter(arguments)
-    for argument in rest:
+    has_model = False
+    rest = deque(arguments)
+    while rest:
+        argument = rest.popleft()
         if argument == "--":
             return [*kept, argument, *rest], given
+        has_model |= not argument.startswith("-") or argument.partition("=")[0] in ("-m", "--model")
         name, equals, text = _parts(argument, own, has_server)
         whole = _unabbreviated(name, own)
         if whole != name:
@@ -57,21 +62,39 @@ def settle(params: Iterable[Any], arguments: Sequence[str]) -> tuple[list[str], 
         name = whole
         dest, is_on = _destination(name)
         if name in own:
-            kept.append(name + equals + text)
-            if not equals and not own[name].is_flag:
-                kept.extend(islice(rest, 1))
+            if equals or own[name].is_flag or not rest:
+                kept.append(name + equals + text)
+                continue
+            values = [rest.popleft()]
+            if has_server and has_model:
+                values += _more_values(own[name], rest)
+            repeats = own[name].multiple
+            kept += [w for v in values for w in (name, v)] if repeats else [name, ",".join(values)]
         elif not is_on and f"--{name[5:]}" in own:
             # The switch has no opposite here, so `--no-…` removes an earlier `--…`.
             kept = [word for word in kept if word != f"--{name[5:]}"]
         elif (has_engine and dest in NOT_IMPLEMENTED) or (has_server and dest in VLLM_SERVER):
             value = is_on
             if not _is_switch(dest):
-                value = _value(text if equals else next(rest, None), name)
+                found = text if equals else rest.popleft() if rest else None
+                value = _value(found, name)
             take(given, dest, value, name)
         else:
             refuse_others(name)
             kept.append(argument)
     return kept, given
+
+
+def _more_values(option: Any, rest: deque[str]) -> list[str]:
+    """Take further values of an option that is a list in vLLM, such as `--served-model-name A B`.
+
+    This is only possible behind the model, because a word before it would be the model's name.
+    """
+    found: list[str] = []
+    if option.name != "model" and (option.multiple or option.name in WITH_COMMAS):
+        while rest and not rest[0].startswith("-"):
+            found.append(rest.popleft())
+    return found
 
 
 def take(given: dict[str, Any], dest: str, value: Any, name: str) -> None:
