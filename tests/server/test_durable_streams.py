@@ -11,6 +11,7 @@ import pytest
 
 from trouper.errors import EngineDeadError
 from trouper.frontends.dialects.core import AnswerFormat
+from trouper.frontends.server.admission.overload import Level
 from trouper.frontends.server.durable.journal import Journal
 from trouper.frontends.server.durable.segments import Segments
 from trouper.frontends.server.durable.streams import (
@@ -370,6 +371,19 @@ async def test_failing_journal_is_told(life, disk, monkeypatch):
         assert again.headers["x-durable"] == "no"
         assert b": not durable\n\n" in again.body
         assert (await client.post(path, body, [("idempotency-key", "two")])).status == 503
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+async def test_reader_is_not_refused_for_load(life, is_running):
+    """Neither the place nor the tokens of a repeated request are new."""
+    path, body = case("chats", max_tokens=200 if is_running else 8)
+    async with life() as client:
+        had = await begin(client, path, body, 4 if is_running else 100)
+        client.service.gate.level = Level.SHED_ALL
+        assert (await client.post(path, body, [("idempotency-key", "two")])).status == 503
+        other = await client.post(path, {**body, "max_tokens": 9}, KEYED)
+        assert (other.status, other.json["error"]["code"]) == (422, "idempotency_mismatch")
+        assert (await rest(client, path, body, b"")).startswith(had)
 
 
 async def test_reader_keeps_an_answer(life):

@@ -20,6 +20,7 @@ from trouper.frontends.server.asgi.auth import Authenticator
 from trouper.frontends.server.asgi.durable_requests import (
     DurableRequest,
     attached,
+    has_stream,
     read_durable,
     started,
 )
@@ -218,7 +219,8 @@ class App:
         if route.generates:
             self.service.check_open()
             self.service.check_kind(route)
-        if route.generates or route.tokenizes:
+        is_new = not has_stream(self.service, context, route)
+        if is_new and (route.generates or route.tokenizes):
             self.service.check_room(context)
 
     async def _read(

@@ -76,6 +76,20 @@ async def read_durable(
     return DurableRequest(bytes(body), key, digest)
 
 
+def has_stream(service: Service, context: RequestContext, route: Route) -> bool:
+    """Return whether the key of a request already has an answer, before the body is read.
+
+    Reading an answer is no new work for the engine, so it is not refused for load.
+
+    Raises:
+        HTTPError: the key is invalid.
+    """
+    if service.journal is None or not route.stream_prefix:
+        return False
+    key = _key(context)
+    return bool(key) and service.journal.streams.repeated(context.key_digest, key) is not None
+
+
 def attached(route: Route, stream: DurableStream) -> Route:
     """Return a route that sends a stream to a client, which has repeated its request: from the beginning, or behind the last event that it has seen."""
 
