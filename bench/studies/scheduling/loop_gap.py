@@ -32,10 +32,7 @@ PERCENTILES = (50.0, 99.0, 99.9)
 
 
 class Heartbeat:
-    """A task that records the delay of each of its wake-ups, in ms.
-
-    A large delay means that some code has blocked the event loop.
-    """
+    """A task that sleeps repeatedly, and records how late it wakes in ms: the time for which other code blocked the event loop."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
@@ -137,7 +134,7 @@ def _lines(record: dict[str, Any]) -> list[str]:
         if figures:
             lines.append(f"{state:12}" + "".join(f"{figures[name]:10.3f}" for name in names))
     rate = record["num_tokens"] / record["duration_s"]
-    lines.append(f"{record['num_beats']} heartbeats beside {rate:.0f} tokens/s")
+    lines.append(f"{record['num_beats']} heartbeats while {rate:.0f} tokens/s were generated")
     return lines
 
 

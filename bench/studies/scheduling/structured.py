@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 PERCENTILES = (50.0, 99.0)
 NUM_FIELDS = 12
-# What the figures are held to: the least ratio, and the most milliseconds.
+# Bounds of the figures: the smallest ratio, and the largest number of milliseconds.
 BOUNDS = {"ratio": 0.95, "new_schema_ms": 10.0, "loop_gap_p99_ms": 5.0}
 KINDS: tuple[dict[str, Any], ...] = (
     {"type": "string", "maxLength": 12},
@@ -45,10 +45,10 @@ KINDS: tuple[dict[str, Any], ...] = (
 
 
 def schema(number: int = 0, *, num_items: int = 1) -> dict[str, Any]:
-    """Make a schema of an object with 12 fields; another number gives other names.
+    """Return a schema of an object with 12 fields, whose names contain `number`.
 
     Args:
-        num_items: objects in an array, so that an output is long enough to be cut by its number of tokens.
+        num_items: number of these objects in an array; with enough of them, every output is cut at max_tokens.
     """
     fields = {f"field_{number}_{i}": KINDS[i % len(KINDS)] for i in range(NUM_FIELDS)}
     item = {"type": "object", "properties": fields, "required": [*fields]}
@@ -65,17 +65,18 @@ async def measure(
     num_new: int = 50,
     rate: float = 50.0,
 ) -> dict[str, Any]:
-    """Measure streams by a schema against free ones, the first token of a new schema, and the event loop beside new ones.
+    """Measure streams with and without a schema, the first token with a new schema, and the event loop while new schemas arrive.
 
     Args:
-        num_streams: at once, of `num_tokens` each.
+        num_streams: simultaneous streams of `num_tokens` each.
         num_rounds: rounds of streams without and with a schema; the results are medians.
-        num_new: number of schemas that are sent only once.
-        rate: new schemas a second while the event loop is watched.
+        num_new: number of schemas sent only once.
+        rate: new schemas per second while the event loop is measured.
     """
     structured = StructuredOutputsParams(json=schema(num_items=64))
     await _first_token_ms(engine, None)
-    very_first_ms = await _first_token_ms(engine, structured)  # reads the vocabulary
+    # The first schema also prepares the vocabulary.
+    very_first_ms = await _first_token_ms(engine, structured)
     await _streams(engine, num_streams, 8, structured)
     await _streams(engine, num_streams, 8, None)
     before = await _counted(engine)
@@ -107,7 +108,7 @@ async def measure(
 
 
 def missed(record: Mapping[str, Any]) -> list[str]:
-    """Return the names of the bounds that a record does not keep. The study fails if there are any."""
+    """Return the names of the bounds exceeded by a record. The study fails if there are any."""
     kept = {
         "ratio": record["ratio"] >= BOUNDS["ratio"],
         "new_schema_ms": record["new_schema_ms"] <= BOUNDS["new_schema_ms"],
@@ -117,7 +118,7 @@ def missed(record: Mapping[str, Any]) -> list[str]:
 
 
 async def _counted(engine: "AsyncLLMEngine") -> dict[str, float]:
-    """Read the engine's own counts of its grammars' work."""
+    """Read the engine's counters of grammar work."""
     found: dict[str, float] = {}
     for metric in await engine.get_metrics():
         name = metric.name.partition(":")[2]
@@ -130,7 +131,7 @@ async def _counted(engine: "AsyncLLMEngine") -> dict[str, float]:
 
 
 def _work(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """Return the cost of grammars per step and the share of tokens sampled again; empty without statistics."""
+    """Return the cost of grammars per step and the share of resampled tokens, or nothing without statistics."""
     gained = {name: value - before[name] for name, value in after.items()}
     if not gained.get("grammar_mask_seconds_count"):
         return {}
@@ -211,18 +212,19 @@ def structured(
     num_streams: Annotated[int, typer.Option(min=1, help="Streams that run at once.")] = 16,
     output_len: Annotated[int, typer.Option(min=1, help="Tokens of each stream.")] = 128,
     num_rounds: Annotated[
-        int, typer.Option(min=1, help="Rounds of streams, free ones and by schema in turn.")
+        int, typer.Option(min=1, help="Rounds of streams without and with a schema.")
     ] = 3,
-    num_schemas: Annotated[int, typer.Option(min=1, help="New schemas that are asked for.")] = 50,
+    num_schemas: Annotated[int, typer.Option(min=1, help="Number of new schemas.")] = 50,
     rate: Annotated[
-        float, typer.Option(min=0.1, help="New schemas a second while the event loop is watched.")
+        float,
+        typer.Option(min=0.1, help="New schemas per second while the event loop is measured."),
     ] = 50.0,
-    seed: Annotated[int, typer.Option(help="Seed of requests that give none.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of requests without one.")] = 0,
     *,
     report: ReportOptions,
     engine_args: EngineArgs,
 ) -> None:
-    """Measure streams by a schema against free ones, and what a new schema costs."""
+    """Measure streams with a schema relative to streams without one, and the cost of a new schema."""
     report.check()
     engine_args.seed = seed
     config = resolve(engine_args, offline=True)
@@ -249,16 +251,18 @@ def _lines(record: dict[str, Any]) -> list[str]:
     if "mask_ms_per_step" in record:
         work = [
             f"masks take {record['mask_ms_per_step']:.2f} ms a step; "
-            f"{100 * record['redrawn_share']:.0f} % of the tokens are drawn again"
+            f"{100 * record['redrawn_share']:.0f} % of the tokens are sampled again"
         ]
     return [
-        f"free {record['free_tok_s']:.0f} tokens/s, by a schema {record['structured_tok_s']:.0f}: "
+        f"without a schema {record['free_tok_s']:.0f} tokens/s, with a schema {record['structured_tok_s']:.0f}: "
         f"ratio {record['ratio']:.3f}",
         *work,
         f"a new schema adds {record['new_schema_ms']:.1f} ms to the first token",
         f"event loop late by p50 {gap['p50']:.2f}, p99 {gap['p99']:.2f}, max {gap['max']:.2f} ms "
         f"at {record['schemas_per_s']:g} new schemas a second",
-        f"beyond its bound: {', '.join(missed)}" if missed else "all within their bounds",
+        f"exceeds its bound: {', '.join(missed)}"
+        if missed
+        else "all figures are within their bounds",
     ]
 
 

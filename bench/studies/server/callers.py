@@ -27,7 +27,7 @@ READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 class ClientCall:
     """One request of a client, with its outcome.
 
-    Times are seconds on the client's clock: when it was sent, its first byte and its end.
+    `sent`, `first` and `ended` are readings of the client's clock in seconds: the request, the first and the last byte.
     """
 
     __slots__ = ("ended", "first", "kind", "on_end", "outcome", "request", "sent", "wire")
@@ -39,15 +39,17 @@ class ClientCall:
         self.request = request
         # The connection, while it is open.
         self.wire: Wire | None = None
-        # At the end the status, "cut" or "dropped".
+        # At the end the HTTP status, "cut" (closed by the server) or "dropped" (by the client).
         self.outcome = "open"
         self.sent = perf_counter()
-        # The times of the first and of the last byte.
         self.first = self.ended = 0.0
 
 
 class Wire:
-    """One connection, and the call on it.  `mark`: what is counted in an answer that says its length."""
+    """A connection with at most one call at a time.
+
+    Counts the frames of a chunked answer, and the occurrences of `mark` in an answer with a Content-Length.
+    """
 
     __slots__ = (
         "call", "head", "is_new", "is_writing", "mark", "num_due", "socket", "tail", "unsent"
@@ -58,16 +60,16 @@ class Wire:
         self.socket = socket.socket()
         self.socket.setblocking(False)
         self.call: ClientCall | None = None
-        # Whether nothing has been received on it.
+        # True until the first byte is received.  Only a used connection can have been closed while it was idle.
         self.is_new = True
-        # Whether it waits until the socket is writable.
+        # Whether the selector also watches for a writable socket.
         self.is_writing = False
         self.unsent = b""
-        # The head of the answer, empty until it is complete.
+        # Status line and headers, empty until they are complete.
         self.head = b""
-        # The bytes of the answer, or -1 for a chunked one.
+        # Bytes of the body still to come, or negative for a chunked body.
         self.num_due = 0
-        # The bytes read last.
+        # The last bytes read, in which a mark or the end of the stream may begin.
         self.tail = b""
 
     def begin(self, call: ClientCall) -> None:
@@ -76,7 +78,7 @@ class Wire:
         self.head = self.tail = b""
 
     def read(self, piece: bytes) -> int:
-        """How many frames begin in it."""
+        """Parse received bytes. Returns the number of frames or marks completed by them."""
         if not self.head:
             whole = self.tail + piece
             head, end, piece = whole.partition(b"\r\n\r\n")
@@ -91,7 +93,7 @@ class Wire:
             if self.mark is None:
                 return 0
         mark = FRAME if self.num_due < 0 or self.mark is None else self.mark
-        # The bytes in which a mark may continue.
+        # A mark split between two pieces begins within the last bytes of the first one.
         kept = len(mark) - 1
         whole = self.tail + piece
         num = whole.count(mark, max(0, len(self.tail) - kept))
@@ -104,7 +106,10 @@ class Wire:
 
 
 class Callers:
-    """Owns the connections.  `mark` is counted in answers that say their length, as frames are in the others."""
+    """Run clients of one server, and own their connections.
+
+    `num_frames` counts the frames of chunked answers, and the occurrences of `mark` in answers with a Content-Length.
+    """
 
     def __init__(self, port: int, mark: bytes | None = None) -> None:
         self._mark = mark
@@ -121,7 +126,7 @@ class Callers:
     def call(self, request: bytes, kind: str, on_end: Callable[[ClientCall], object]) -> ClientCall:
         """Send a request on an idle or a new connection.
 
-        `on_end` is called at its end, unless the call is dropped. The result can be passed to `drop`.
+        `on_end` is called when the call ends, unless it is dropped. Pass the returned call to `drop` to disconnect.
         """
         call = ClientCall(kind, on_end, request)
         self.num_open += 1
@@ -129,10 +134,7 @@ class Callers:
         return call
 
     def drop(self, call: ClientCall) -> None:
-        """Disconnect in the middle of an answer, as an impatient client does.
-
-        Does nothing for a call that has ended. The server must then free its resources.
-        """
+        """Disconnect in the middle of an answer, like an impatient client. Does nothing if the call has ended."""
         if call.outcome == "open":
             self._end(call, "dropped", keeps=False)
 
@@ -140,7 +142,7 @@ class Callers:
         heapq.heappush(self._timers, (moment, next(self._numbers), act))
 
     def run_until(self, end: float, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Run the callers until a moment, or until `is_over` says so."""
+        """Run the callers until the clock reaches `end`, or until `is_over` returns true."""
         while (now := perf_counter()) < end and not is_over():
             while self._timers and self._timers[0][0] <= now:
                 heapq.heappop(self._timers)[2]()
@@ -169,7 +171,8 @@ class Callers:
     def _turn(self, wire: Wire, events: int) -> None:
         call = wire.call
         if call is None:
-            # The server has closed it.  Otherwise it was dropped in this turn.
+            # An idle connection becomes readable when the server closes it.  Any other one was dropped
+            # earlier in this round of the selector.
             if wire in self._idle:
                 self._idle.remove(wire)
                 self._close(wire)
@@ -208,7 +211,7 @@ class Callers:
             self._end(call, wire.head[9:12].decode(), keeps=b"connection: close" not in wire.head)
 
     def _lose(self, call: ClientCall, wire: Wire) -> None:
-        """The server has closed the connection."""
+        """Handle a connection closed by the server: end the call, or repeat it if an idle connection was closed."""
         if wire.is_new or call.first:
             self._end(call, "cut", keeps=False)
         else:

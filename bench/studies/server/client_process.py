@@ -36,9 +36,9 @@ Ask = Callable[[], Awaitable[None]]
 async def client_of(
     engine: AsyncLLMEngine, path: str, content: dict[str, Any], folder: Path
 ) -> AsyncGenerator[Ask]:
-    """Run a client process that posts the content to the path.
+    """Run a client process that posts `content` to `path`, with the request stored in `folder`.
 
-    Yields a function that sends the request once.  The request is stored in `folder`.
+    Yields an async function that sends the request once and waits for its answer.
     """
     request, body = folder / "request", json.dumps(content).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
@@ -46,7 +46,7 @@ async def client_of(
     request.write_bytes(head.encode() + body)
     listener, shutdown = Listener(bind_tcp("127.0.0.1", 0)), Shutdown()
     port = listener.sock.getsockname()[1]
-    # The callers run on trio.
+    # The studies that call this function run on trio.
     serve = listener_task("trio")
     app: Any = create_app(engine, ServerSettings(max_body=MAX_BODY))
     command = [sys.executable, "-c", CLIENT, str(port), str(request)]
@@ -58,7 +58,8 @@ async def client_of(
         assert client.stdout is not None
         to_client, answers = client.stdin, BufferedByteReceiveStream(client.stdout)
         tasks.start_soon(serve, app, listener, shutdown)
-        await answers.receive_until(b"\n", 16)  # it is ready
+        # The client has printed "ready".
+        await answers.receive_until(b"\n", 16)
 
         async def ask() -> None:
             await to_client.send(b"\n")

@@ -63,7 +63,7 @@ EMBEDDING = b'"embedding":"'
 SHORT = "How many actors play here?"
 RATIOS = (("trouper", "st"), ("trouper", "vllm"), ("http", "trouper"), ("http16", "trouper"))
 READY = "ready"
-# Stands alone: the peer's Python knows nothing of this package.
+# A program of its own, because trouper is not installed in the peer's environment.
 VLLM = """
 import json, os, sys, time
 os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR")
@@ -116,7 +116,7 @@ def offline(model: str, dtype: str, docs: list[str]) -> Generator[Round]:
 
 @contextmanager
 def over_http(model: str, dtype: str, docs: list[str], *, texts: int = 1) -> Generator[Round]:
-    """Clients of `texts` texts a request."""
+    """Serve the model over HTTP to clients that send `texts` texts in each request."""
     command = [sys.executable, "-m", "trouper", "serve", model, "--dtype", dtype, "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
@@ -136,13 +136,14 @@ def _wait_ready(port: int) -> None:
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
             return
-        except OSError:  # it does not listen yet, or says that it is starting
+        # Either nothing listens yet, or the server answers 503 while it starts.
+        except OSError:
             time.sleep(0.1)
     raise TimeoutError("the server is not ready after a minute")
 
 
 def bodies(docs: list[str], texts: int) -> list[bytes]:
-    """Encode the bodies of requests for `texts` texts each, the last for what is left; one is sent as itself, several as a list."""
+    """Encode request bodies with `texts` texts each; the last has the remainder. A single text is sent as a string, not as a list."""
     asked = (docs[first : first + texts] for first in range(0, len(docs), texts))
     return [
         json.dumps({"input": part[0] if texts == 1 else part, "encoding_format": "base64"}).encode()
@@ -151,7 +152,10 @@ def bodies(docs: list[str], texts: int) -> list[bytes]:
 
 
 def _ask_all(port: int, docs: list[str], texts: int) -> None:
-    """Every answer must be a 200 with as many embeddings as there were texts; they are not decoded."""
+    """Embed all documents over HTTP. Embeddings are counted but not decoded.
+
+    Raises SystemExit if an answer is not a 200 with one embedding for each text.
+    """
     parts = [docs[first : first + texts] for first in range(0, len(docs), texts)]
     waiting = iter(zip(map(len, parts), bodies(docs, texts), strict=True))
     callers = Callers(port, EMBEDDING)
@@ -177,7 +181,11 @@ def _ask_all(port: int, docs: list[str], texts: int) -> None:
 
 
 def latency(model: str, dtype: str, backend: str) -> dict[str, Any]:
-    """In one process, with one model: two copies of the weights lie on other pages, and differ by up to 0.3 ms a pass."""
+    """Return the median milliseconds of one short text, for each way of `_ways`.
+
+    All ways share one process and one model, because two copies of the weights differ by up to 0.3 ms per
+    forward pass, depending on their memory pages.
+    """
     import anyio
 
     from trouper import AsyncLLMEngine, EngineArgs
@@ -213,7 +221,7 @@ def latency(model: str, dtype: str, backend: str) -> dict[str, Any]:
 def _ways(
     engine: "AsyncLLMEngine", runner: "PoolingRunner"
 ) -> dict[str, Callable[[], Awaitable[None] | None]]:
-    """To the embedding of one short text."""
+    """Return functions that embed one short text: by the engine, by the runner in a thread, and by the runner directly."""
     import anyio.to_thread
 
     from trouper import PoolingParams
@@ -257,7 +265,7 @@ ENGINES_HERE = {
 
 
 class Apart:
-    """An engine in a process of its own: once it is ready, each line it is sent is a round, until there are no more."""
+    """An engine in its own process. It runs one round for each line on its stdin."""
 
     def __init__(self, engine: str, command: Sequence[str], stack: ExitStack) -> None:
         self.engine = engine
@@ -279,7 +287,7 @@ class Apart:
         for line in self._said:
             if line.startswith(word):
                 return line.removeprefix(word)
-        raise SystemExit(f"{self.engine} has ended")
+        raise SystemExit(f"the process of {self.engine} ended early; its errors are above")
 
     def figures(self) -> dict[str, Any]:
         name, _, dtype = self.engine.partition(":")
@@ -293,7 +301,7 @@ class Apart:
 
 
 def _serve(engine: str, model: str, docs: list[str]) -> None:
-    """The process of one engine."""
+    """Run one engine as a child process: print `READY`, then the seconds of a round for each line on stdin."""
     name, _, dtype = engine.partition(":")
     if name in LATENCIES:
         print(
@@ -309,7 +317,7 @@ def _serve(engine: str, model: str, docs: list[str]) -> None:
 
 
 def ratios(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Divide documents per second, round by round, in each dtype that both were measured in."""
+    """Return the ratios of documents per second, round by round, for each dtype measured with both engines."""
     rounds = {(r["engine"], r["dtype"]): r["rounds"] for r in results if "rounds" in r}
     found: dict[str, Any] = {}
     for ours, theirs in RATIOS:
@@ -359,7 +367,7 @@ def _measure(given: argparse.Namespace, engines: list[str], folder: Path) -> lis
 
 
 def _figures_of(command: list[str]) -> dict[str, Any]:
-    """Run a process that ends by itself and return the JSON of its last line."""
+    """Run a command to its end and parse the last line of its output as JSON."""
     ended = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(ended.stdout.splitlines()[-1])
 
@@ -370,9 +378,11 @@ def main() -> None:
     parser.add_argument("--num-docs", type=int, default=1000)
     parser.add_argument("--num-rounds", type=int, default=5)
     parser.add_argument("--engines", default=ENGINES)
-    parser.add_argument("--vllm-python", help="where vLLM is installed; then it is measured, too")
+    parser.add_argument(
+        "--vllm-python", help="Python interpreter of an environment with vLLM, to measure it, too"
+    )
     parser.add_argument("--output", help="a file for the report, in JSON")
-    # A child process runs this one part.
+    # Internal: `Apart` starts this module again with the engine to run.
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one is not None:

@@ -3,8 +3,8 @@
     python -m trouper.bench.studies.server.embeds_gap [--streams 32] [--requests 10] [--output FILE.json]
 
 Streams run continuously together with a heartbeat. From time to time a prompt of 2049 or 8193 rows of 4096 bfloat16
-arrives, once as a tensor in this process and once over HTTP from another process. "beside" is the time from sending the
-prompt to its answer, "before" the pause before it. The model has two small random layers of that width, and its prefix
+arrives, once as a tensor in this process and once over HTTP from another process. The figures "beside" cover the time
+from sending the prompt to its answer, the figures "before" the pause before it. The model has two small random layers of that width, and its prefix
 cache contains the prompt, so the figures show the transport of the rows and not their computation.
 """
 
@@ -30,7 +30,7 @@ from trouper.config.args import EngineArgs
 from trouper.frontends.python.async_engine import AsyncLLMEngine
 from trouper.params import RequestOutputKind, SamplingParams
 
-# One more than whole blocks, so only one row remains to be computed.
+# One row more than full blocks.  The prefix cache contains the blocks, so only the last row is computed.
 ROWS = (2049, 8193)
 WIDTH = 4096
 MODEL_LEN = 16384
@@ -47,11 +47,15 @@ MODEL = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="What large prompts of embeddings cost the others."
+        description="Measure how large prompts of embeddings delay other streams."
     )
     parser.add_argument("--streams", type=int, default=32)
-    parser.add_argument("--requests", type=int, default=10, help="Of each size and way.")
-    parser.add_argument("--pause", type=float, default=1.0, help="Seconds between two of them.")
+    parser.add_argument(
+        "--requests", type=int, default=10, help="Prompts of each size, sent each way."
+    )
+    parser.add_argument(
+        "--pause", type=float, default=1.0, help="Seconds between two large prompts."
+    )
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -87,10 +91,7 @@ class Record:
             self.gap_ms[self.state].append(1000 * max(0.0, perf_counter() - due))
 
     async def stream(self, engine: AsyncLLMEngine) -> None:
-        """Run one request after the other until cancelled.
-
-        The time between two tokens is recorded under the present situation.
-        """
+        """Run one request after the other until cancelled, and record the times between tokens under `state`."""
         params = SamplingParams(
             max_tokens=1000, ignore_eos=True, detokenize=False,
             output_kind=RequestOutputKind.DELTA,
@@ -105,10 +106,7 @@ class Record:
                     last = now
 
     def take(self) -> dict[str, Any]:
-        """Return the figures since the last call, and begin anew.
-
-        Gaps and latencies are summarised in milliseconds.
-        """
+        """Summarise gaps and latencies since the last call in milliseconds, and reset them."""
         found: dict[str, Any] = {}
         for kind, values in (("gap", self.gap_ms), ("itl", self.itl_ms)):
             before, beside = values.pop("before"), values.pop("beside")
@@ -120,9 +118,9 @@ class Record:
 async def measure(
     folder: Path, num_streams: int, num_requests: int, pause_s: float
 ) -> dict[str, Any]:
-    """Measure each way of sending embeddings, for each number of rows.
+    """Measure each way of sending embeddings, for each number of rows, while streams run.
 
-    Returns the figures of the event loop and of the streams. Streams run all the time.
+    Returns the figures of the event loop and of the streams.
     """
     arguments = EngineArgs(
         model=str(folder), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
@@ -134,7 +132,8 @@ async def measure(
         async with anyio.create_task_group() as tasks:
             for rows in ROWS:
                 tensor = torch.randn(rows, WIDTH).to(torch.bfloat16)
-                await _in_process(engine, tensor)  # into the prefix cache
+                # Fills the prefix cache.
+                await _in_process(engine, tensor)
                 if rows == ROWS[0]:
                     tasks.start_soon(record.beat)
                     for _ in range(num_streams):

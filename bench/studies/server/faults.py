@@ -2,7 +2,8 @@
 
     python -m trouper.bench.studies.server.faults --kill-every 10 --seconds 60 --streams 16 --prompt-tokens 4096
 
-It prints how many tokens a stream recomputes for each kill, on average: less than a block and what was in flight. The exit status is 1 if a token is lost, repeated or changed.
+It prints the mean number of tokens that a stream recomputes after a kill: less than one block, plus the steps in flight. The exit
+status is 1 if a token is lost, repeated or changed.
 """
 
 import argparse
@@ -38,14 +39,14 @@ PROMPTS = (
     "if a",
     "try:",
 )
-# The budget of restarts must not be the limit of a run.
+# Higher than any run needs: the engine's limit of restarts must not end a run.
 MAX_KILLS = 1000
 
 
 class StreamedRun:
-    """Outputs of the streams of one run, and their longest silences.
+    """The outputs of all streams of one run, and the longest time without a token in each.
 
-    The outputs of two runs must be equal, with and without kills. A silence ends with the next token.
+    Two runs of the same requests have equal outputs, with and without kills.
     """
 
     def __init__(self) -> None:
@@ -57,9 +58,9 @@ class StreamedRun:
 async def stream(
     engine: Engine, number: int, num_tokens: int, run: StreamedRun, num_prompt: int = 0
 ) -> None:
-    """Read one request to its end, and record its tokens and its longest silence.
+    """Stream one request, and record its tokens and its longest time without a token.
 
-    Even requests are greedy and odd ones seeded, so both can be repeated.
+    Even requests are greedy and odd ones have a seed, so that both are reproducible.
     """
     params = SamplingParams(
         temperature=number % 2, seed=number, max_tokens=num_tokens, ignore_eos=True
@@ -98,10 +99,10 @@ async def run_streams(
 
 
 async def measure(args: argparse.Namespace) -> dict[str, float]:
-    """Run for `args.seconds` with kills, then the same requests without them."""
+    """Run requests for `args.seconds` with kills, then the same requests without kills."""
     length = args.prompt_tokens + args.tokens + 64
     with ExitStack() as stack:
-        # The demo model was trained on shorter prompts.
+        # The context of the demo model is shorter than the prompts.
         model = args.model or stack.enter_context(demo_of_length(length))
         config = resolve(
             EngineArgs(
@@ -138,7 +139,7 @@ async def _measure(config: EngineConfig, args: argparse.Namespace) -> dict[str, 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(kill)
             while time.monotonic() < end_s:
-                # Otherwise the second run finds its prompts in the cache.
+                # Otherwise the second run would find its prompts in the cache.
                 await engine.controls.reset_prefix_cache()
                 runs.append(await run_all())
             tasks.cancel_scope.cancel()
@@ -159,7 +160,7 @@ async def _measure(config: EngineConfig, args: argparse.Namespace) -> dict[str, 
 
 
 def main() -> None:
-    """Measure, print one line of JSON."""
+    """Measure, and print the figures as one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=None)
     parser.add_argument(
@@ -171,7 +172,7 @@ def main() -> None:
         "--prompt-tokens",
         type=int,
         default=0,
-        help="random tokens of each prompt; short texts by default",
+        help="number of random tokens in each prompt; by default prompts are short texts",
     )
     parser.add_argument("--tokens", type=int, default=400)
     figures = anyio.run(partial(measure, parser.parse_args()), backend="trio")

@@ -34,7 +34,7 @@ from trouper.frontends.server.program.server import listener_task, loop_options
 from trouper.params import RequestOutputKind, SamplingParams
 
 PATH = "/v1/completions"
-# Reads every stream to its end; a child, so that its time is not ours.
+# Reads every stream to its end.  It runs in a child process, so that its processor time is not counted.
 CLIENTS = """
 import selectors, socket, sys
 port, streams, request = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].encode()
@@ -52,11 +52,13 @@ while waiting.get_map():
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What HTTP costs for each streamed token.")
+    parser = argparse.ArgumentParser(
+        description="Measure the cost of HTTP for each streamed token."
+    )
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--loop", choices=("asyncio", "trio"), default="asyncio")
-    parser.add_argument("--profile", action="store_true", help="Where the time of the app goes.")
+    parser.add_argument("--profile", action="store_true", help="Also print a profile of the app.")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     act = partial(measure, options.streams, options.tokens, options.profile, options.loop)
@@ -71,7 +73,7 @@ def main() -> None:
 async def measure(
     num_streams: int, num_tokens: int, is_profiled: bool, loop: str
 ) -> dict[str, float]:
-    """Processor time for each token, in µs, of every way to stream it."""
+    """Return the processor time in µs per token for each way of streaming."""
     arguments = EngineArgs(max_num_seqs=num_streams, dtype="float32", skip_tokenizer_init=True)
     config = resolve(arguments)
     credits = config.scheduler.max_steps_in_flight
@@ -83,7 +85,8 @@ async def measure(
     results: dict[str, float] = {}
 
     async def timed(name: str, run: Callable[[], Awaitable[None]]) -> None:
-        await run()  # warm
+        # Warms up.
+        await run()
         begin = time.process_time()
         await run()
         results[name] = 1e6 * (time.process_time() - begin) / (num_streams * num_tokens)
@@ -91,7 +94,7 @@ async def measure(
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(open_engine(config, device, WorkerThreads(30.0)))
         face = AsyncLLMEngine(arguments)
-        # Entering the engine would set it, with the real device.
+        # `async with` would start an engine with the real device.
         face._engine = engine
         app = create_app(face)
         frames: list[bytes] = []
@@ -136,7 +139,7 @@ async def read(engine: Any, num_tokens: int, request_id: str) -> None:
 
 
 async def call(app: Any, body: bytes, take: Callable[[bytes], object]) -> None:
-    """One request without a socket."""
+    """Send one request to an ASGI application without a socket, and pass each piece of the answer's body to `take`."""
     messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive() -> dict[str, Any]:
@@ -157,7 +160,7 @@ async def call(app: Any, body: bytes, take: Callable[[bytes], object]) -> None:
 
 
 def make_bare(frames: list[bytes]) -> Any:
-    """Make an application that sends the same bytes, a frame a message, with a turn of the event loop before each."""
+    """Return an ASGI application that sends each frame as one message, after a pass of the event loop."""
 
     async def bare(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":

@@ -2,10 +2,10 @@
 
     python -m trouper.bench.studies.server.journal [--policies record] [--streams 32] [--tokens 200] [--rounds 7] [--model FOLDER] [--output FILE.json]
 
-All servers run at the same time, and one has work at a time, so other work on the machine meets all of them.  A round sends the same
-requests to each server, in a changing order.  The ratios are medians over the rounds, each against the server without a journal in the
-same round.  The gaps are those between two events of a stream as its client sees them, over all rounds.  The processor time is that of
-the server's process for each token, without the model's own process: other work on the machine hardly changes it.
+All servers are running, but only one has work at a time, so that other work on the machine affects all of them equally.  A round sends the
+same requests to each server, in a changing order.  A ratio compares a server with the one without a journal in the same round, and the
+result is the median over the rounds.  Gaps are the times between two events of a stream at its client, over all rounds.  The processor
+time per token is that of the server's process, without the worker process of the model, and hardly depends on other work on the machine.
 """
 
 import argparse
@@ -33,21 +33,23 @@ from trouper.bench.serve import (
 )
 from trouper.bench.studies.server.server_under_test import cpu_s
 
-# The last one is no journal, but a record of each request.
+# "none" runs without a journal, and "record" with `--record` instead of one.  The others are values of `--journal-sync`.
 POLICIES = "none", "off", "group", "step", "record"
-# Ids that are ordinary text in nearly every vocabulary.
+# Range of token ids that stand for ordinary text in nearly every vocabulary.
 FIRST_ID, NUM_IDS = 300, 700
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What a journal costs.")
+    parser = argparse.ArgumentParser(description="Measure the cost of a journal.")
     parser.add_argument("--policies", nargs="+", choices=POLICIES[1:], default=POLICIES[1:])
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=200, help="Tokens of each stream.")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--model", help="Folder of a model, or `demo` for the bundled one.")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--folder", help="Parent of the journals; the disk decides about `step`.")
+    parser.add_argument(
+        "--folder", help="Parent folder of the journals. The cost of `step` depends on its disk."
+    )
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     with ExitStack() as stack:
@@ -81,7 +83,7 @@ def main() -> None:
 
 
 def _enlarge(config: Path) -> None:
-    """Give a model the shape of SmolLM2-135M, but for its vocabulary."""
+    """Give a model's config the shape of SmolLM2-135M, except for its vocabulary."""
     found = json.loads(config.read_text())
     found |= {
         "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,

@@ -2,8 +2,8 @@
 
     python -m trouper.bench.studies.server.many_inputs [--inputs 2048] [--requests 5] [--output FILE.json]
 
-The steps of tasks are measured in the loop's CPU time, which excludes other work on the machine. The bundled model
-embeds whole texts, or their tokens; the garbage collector has the settings of `trouper serve`.
+The time between two awaits of a task is measured in CPU time of the loop's thread, which excludes other work on the machine. The
+bundled model embeds whole texts, or their tokens; the garbage collector has the settings of `trouper serve`.
 """
 
 import argparse
@@ -26,8 +26,10 @@ PERCENTILES = (50.0,)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="How long many texts keep the event loop.")
-    parser.add_argument("--inputs", type=int, default=2048, help="Texts of one request.")
+    parser = argparse.ArgumentParser(
+        description="Measure how long many texts block the event loop."
+    )
+    parser.add_argument("--inputs", type=int, default=2048, help="Number of texts in one request.")
     parser.add_argument("--requests", type=int, default=5, help="Number of requests of each kind.")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -47,7 +49,7 @@ def main() -> None:
 
 
 class Steps(trio.abc.Instrument):
-    """The longest step of any task since the last `take`."""
+    """Measure the longest time between two awaits of any task since the last `take`."""
 
     def __init__(self) -> None:
         self._begin = self._longest_s = 0.0
@@ -64,7 +66,7 @@ class Steps(trio.abc.Instrument):
 
 
 def requests(num: int) -> dict[str, tuple[str, str, dict[str, Any]]]:
-    """{name: (the engine's task, path, body)}."""
+    """Return the requests to measure: {name: (the engine's pooling task, path, body)}."""
     texts = [f"a text of some words, number {i}" for i in range(num)]
     pairs = {"data_1": texts[::-1], "data_2": texts}
     ranking = {"query": "a text", "documents": texts}
@@ -83,7 +85,7 @@ def requests(num: int) -> dict[str, tuple[str, str, dict[str, Any]]]:
 async def measure(
     folder: Path, steps: Steps, heap: Heap, num_inputs: int, num_requests: int
 ) -> dict[str, Any]:
-    """Figures by kind of request."""
+    """Return the figures of each request, by its name in `requests`."""
     results: dict[str, Any] = {}
     cases = requests(num_inputs)
     for task in ("embed", "token_embed"):

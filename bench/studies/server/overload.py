@@ -31,27 +31,28 @@ from trouper.bench.studies.server.server_under_test import (
 
 NUM_CLIENTS = 256
 SHARE_LEAVING = 0.3
-# About half of the time of an answer.
+# Mean seconds until a client leaves, about half of the time of an answer.
 MEAN_STAY_S = 6.0
-# The turns of each way: many, because the speed of a machine drifts by a tenth within seconds.
+# Turns of each behaviour: many, because the speed of a machine drifts by a tenth within seconds.
 NUM_TURNS = 16
 TURN_SETTLE_S = 0.75
 NOBODY, STAY_AWAY, AT_ONCE = "nobody leaves", "leave and stay away", "leave and ask anew at once"
-# The turns of overload, each between two turns without.
+# Turns of overload, each between two saturated turns.
 NUM_OVERLOADS = 20
 OVERLOAD_SETTLE_S = 1.5
-OVERLOAD = 10  # × the requests that were served
+# Arrivals relative to the requests served in the turn before.
+OVERLOAD = 10
 NUM_CANCELLED = 200
 LONG = 10_000  # tokens
-# The whole KV cache is used once in this time.  Resident memory grows until then.
+# Resident memory grows until the whole KV cache has been used once, which takes less than this time.
 WARM_S = 25.0
 SETTLE_S = 5.0
 CACHE = ("--kv-cache-memory-bytes", str(2**28))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A crowd at the server's door.")
-    parser.add_argument("scenes", nargs="*", help=f"{', '.join(SCENES)}; all when left out.")
+    parser = argparse.ArgumentParser(description="Measure an overloaded server.")
+    parser.add_argument("scenes", nargs="*", help=f"{', '.join(SCENES)}; by default all.")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--output", type=Path)
@@ -67,7 +68,7 @@ def main() -> None:
 
 
 def warm(stage: ServerUnderTest, max_tokens: int) -> dict[str, float]:
-    """Measure what the server holds when it is idle, after work."""
+    """Load the server for `WARM_S` seconds. Returns the resources that it holds when it is idle again."""
     end = perf_counter() + WARM_S
     stage.ask_on(NUM_CLIENTS, max_tokens, "warm", lambda: perf_counter() > end)
     stage.callers.run_until(end)
@@ -75,18 +76,18 @@ def warm(stage: ServerUnderTest, max_tokens: int) -> dict[str, float]:
 
 
 def leaving(seconds: float, max_tokens: int) -> dict[str, Any]:
-    """Let some clients disconnect at random in the middle of their answers, while the others read on.
+    """Let some clients disconnect at random in the middle of their answers, while the others continue reading.
 
-    Three ways in turns, `seconds` of each: no client leaves; one that leaves stays away until the turn is over; one that leaves
-    asks anew at once, so that there is more to do.  What the others get is compared with the turns around it in which
-    no client leaves, each weighted by its nearness: machines drift.
+    Turns of three behaviours alternate, for `seconds` each in total: no client leaves; clients that leave stay away until the turn
+    is over; clients that leave send a new request at once, which adds load.  The tokens of the other clients are compared with
+    those of the neighbouring turns without leaving clients, interpolated because machines drift.
     """
     with served("--max-num-seqs", str(NUM_CLIENTS), *CACHE) as stage:
         idle = warm(stage, max_tokens)
         scene = _Leaving(stage, max_tokens)
         stage.callers.run_until(perf_counter() + SETTLE_S)
         order = [NOBODY]
-        # The order alternates, so that neither way always follows the other.
+        # The order alternates, so that neither behaviour always follows the other.
         for i in range(NUM_TURNS):
             order += [STAY_AWAY, AT_ONCE, NOBODY] if i % 2 else [AT_ONCE, STAY_AWAY, NOBODY]
         turns = [scene.play(way, seconds / NUM_TURNS) for way in order]
@@ -108,7 +109,7 @@ def leaving(seconds: float, max_tokens: int) -> dict[str, Any]:
 
 
 class _Leaving:
-    """Clients of two kinds: some leave now and then, the others never."""
+    """Run clients of two kinds: some leave at random moments, the others never."""
 
     def __init__(self, stage: ServerUnderTest, max_tokens: int) -> None:
         self.is_over = False
@@ -121,7 +122,7 @@ class _Leaving:
 
     def play(self, way: str, seconds: float) -> TimedTurn:
         callers, begin = self._stage.callers, perf_counter()
-        # Clients that left return one by one.
+        # Clients that left in the last turn return one by one.
         for client in self._leavers:
             callers.later(begin + self._random.uniform(0, TURN_SETTLE_S), client.ask)
         callers.run_until(begin + TURN_SETTLE_S)
@@ -131,7 +132,7 @@ class _Leaving:
         return self._stage.play(seconds)
 
     def _tempt(self, client: Client, end: float, *, comes_back: bool) -> None:
-        """Draw the moment at which the client leaves; after `end` it stays."""
+        """Schedule the moment at which the client leaves. It stays if that would be after `end`."""
         moment = perf_counter() + self._random.expovariate(1 / MEAN_STAY_S)
 
         def leave() -> None:
@@ -145,20 +146,20 @@ class _Leaving:
 
 
 def _calm(rates: Sequence[float], i: int) -> float:
-    """Interpolate what turn i would have been without clients that leave: every third turn was such a one."""
+    """Interpolate the rate of turn i without leaving clients, from the turns without any (every third one)."""
     before = i - i % 3
     return rates[before] + (rates[before + 3] - rates[before]) * (i % 3) / 3
 
 
 def total(turns: Iterable[TimedTurn]) -> TimedTurn:
-    """Add turns up to one."""
+    """Add up the counts of several turns."""
     return reduce(add, turns)
 
 
 def overload(seconds: float, max_tokens: int) -> dict[str, Any]:
-    """Send requests ten times as fast as they were served just before, whatever becomes of them.
+    """Send requests ten times as fast as the server answered them in the turn before, regardless of their outcomes.
 
-    In turns with as many clients as the server has room for, which ask again when they have their answers.
+    These turns alternate with saturated ones, in which `NUM_CLIENTS` clients send a new request after each answer.
     """
     with served(*CACHE) as stage:
         idle = warm(stage, max_tokens)
@@ -170,7 +171,8 @@ def overload(seconds: float, max_tokens: int) -> dict[str, Any]:
             arrivals.append(OVERLOAD * turns[-1].num_tokens / turns[-1].seconds / max_tokens)
             turns += [scene.play(seconds / NUM_OVERLOADS, each) for each in (arrivals[-1], 0)]
         scene.is_over = True
-        # Generated for admitted requests, which all get their answers: where frames merge, fewer are read.
+        # Tokens as counted by the server, because clients count fewer where frames merge.  All of them belong to admitted
+        # requests, which are answered to their ends.
         rates = [turn.num_tokens / turn.seconds for turn in turns]
         shares = [
             rates[i] / statistics.mean((rates[i - 1], rates[i + 1]))
@@ -192,7 +194,10 @@ def overload(seconds: float, max_tokens: int) -> dict[str, Any]:
 
 
 class _Overload:
-    """Clients of an overloaded server: admitted ones stay when the arrivals stop, and ask again, so it is always full."""
+    """Run the clients of an overloaded server.
+
+    When the arrivals stop, the admitted clients stay and send a new request after each answer, so the server is always full.
+    """
 
     def __init__(self, stage: ServerUnderTest, max_tokens: int) -> None:
         self.is_over = False
@@ -200,7 +205,7 @@ class _Overload:
         self._stage = stage
         self._max_tokens = max_tokens
         self._random = random.Random(0)
-        # No new client arrives if it is 0.
+        # New clients per second, or 0 for a saturated turn.
         self._arrivals_s = 0.0
         self._is_counted = False
         # The time of the next arrival.
@@ -236,7 +241,7 @@ class _Overload:
 
 
 def _ratio(shares: Sequence[float]) -> dict[str, Any]:
-    """The mean of turns, how far it may be off, and each of them."""
+    """Summarise the ratios of turns: mean, standard error, median and single values."""
     return {
         "mean": round(statistics.mean(shares), 4),
         "error of the mean": round(statistics.stdev(shares) / len(shares) ** 0.5, 4),
@@ -246,7 +251,7 @@ def _ratio(shares: Sequence[float]) -> dict[str, Any]:
 
 
 def cancelled(_: float, __: int) -> dict[str, Any]:
-    """Many long requests that are all left after half a second; then one."""
+    """Cancel many long requests after half a second, and measure how fast one new request is answered then."""
     with (
         demo_of_length(LONG + 100) as model,
         served(model, "--max-num-seqs", str(NUM_CLIENTS)) as stage,

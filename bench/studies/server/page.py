@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def measure(num_streams: int, num_viewers: int, num_turns: int, seconds: float) -> None:
-    """Play the turns and print the rate of each, then the ratio."""
+    """Run the turns, and print the rate of each, then the ratio of the medians."""
     rates: dict[int, list[float]] = {0: [], num_viewers: []}
     is_over = False
     options = ("--max-num-seqs", str(num_streams), "--max-model-len", "1024")
@@ -41,7 +41,7 @@ def measure(num_streams: int, num_viewers: int, num_turns: int, seconds: float) 
         under_test.ask_on(num_streams, MEAN_TOKENS, "stream", lambda: is_over)
         under_test.play(seconds)
         for turn in range(2 * num_turns):
-            # Each pair begins with the other one, so that a drift favours neither.
+            # The order within a pair alternates, so that a drift favours neither.
             count = (0, num_viewers)[(turn + turn // 2) % 2]
             with viewers(server.port, count):
                 played = under_test.play(seconds)
@@ -50,12 +50,12 @@ def measure(num_streams: int, num_viewers: int, num_turns: int, seconds: float) 
         is_over = True
         under_test.end()
     ratio = statistics.median(rates[num_viewers]) / statistics.median(rates[0])
-    print(f"{num_viewers} viewers over none: {ratio:.3f}")
+    print(f"tokens a second with {num_viewers} viewers / without: {ratio:.3f}")
 
 
 @contextmanager
 def viewers(port: int, count: int) -> Iterator[None]:
-    """Read the stream of states in this many threads."""
+    """Read the page's event stream in this many threads until the block ends."""
     calls = [http.client.HTTPConnection("127.0.0.1", port) for _ in range(count)]
     threads = [threading.Thread(target=_read, args=(call,), daemon=True) for call in calls]
     for thread in threads:

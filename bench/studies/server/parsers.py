@@ -28,7 +28,7 @@ TOOLS: dict[str, dict[str, Any]] = {
     },
     "g": {},
 }
-# Dialect, how the answer begins, and what it then says for ever.
+# The dialect, the beginning of the answer, and the text repeated after it.
 HOSTILE = (
     ("hermes", "", "<tool_call>"),
     ("hermes", "", "<tool_call"),
@@ -62,13 +62,13 @@ class WrittenAnswer(NamedTuple):
 
 
 def parser_of(dialect: str) -> AnswerParser:
-    """Make a parser of answers that may hold reasoning and calls."""
+    """Return a parser of answers with reasoning and tool calls."""
     found = BY_NAME[dialect]
     return AnswerParser(found, TOOLS, reasoning=found.reasoning)
 
 
 def hostile_text(beginning: str, pattern: str, length: int = MEGABYTE) -> str:
-    """Return a text of this many characters."""
+    """Repeat the pattern after the beginning, up to this many characters."""
     return (beginning + pattern * (length // len(pattern) + 1))[:length]
 
 
@@ -105,7 +105,7 @@ def _pieces(text: str) -> list[str]:
 
 
 def _seconds(dialect: str, pieces: Sequence[str]) -> tuple[float, float]:
-    """Return how long an answer took, and its slowest delta."""
+    """Parse an answer. Returns its processor time in seconds, and that of its slowest delta."""
     parser, longest = parser_of(dialect), 0.0
     began = before = thread_time()
     for piece in pieces:
@@ -126,14 +126,16 @@ def read_answers(folder: Path) -> list[WrittenAnswer]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What it costs to parse answers.")
+    parser = argparse.ArgumentParser(description="Measure the cost of parsing answers.")
     parser.add_argument("--answers", type=Path, default=Path("tests/dialects/golden"))
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     answers = read_answers(options.answers)
     if not answers:
-        parser.error(f"no answers in {options.answers}")
+        parser.error(
+            f"found no answers in {options.answers}; name the folder of golden files by --answers"
+        )
     deltas = measure_deltas(answers, options.repeat)
     hostile = measure_hostile(options.repeat)
     worst = {
@@ -147,7 +149,7 @@ def main() -> None:
         print(f"{row['ms']:6.1f} ms, slices up to {row['slice_ms']:5.2f} ms: {row['text']!r}")
     for name, bound in BOUNDS.items():
         verdict = "within" if worst[name] <= bound else "beyond"
-        print(f"{name} at worst {worst[name]:.1f}, {verdict} its bound of {bound:g}")
+        print(f"worst {name}: {worst[name]:.1f}, {verdict} its bound of {bound:g}")
     if options.output:
         results = {"us_per_delta": deltas, "hostile": hostile, "worst": worst, "bounds": BOUNDS}
         write(str(options.output), {"about": about(sys.argv[1:]), "results": results})

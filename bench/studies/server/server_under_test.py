@@ -1,4 +1,4 @@
-"""Start a server process with the demo model and clients for it, and collect what both observed."""
+"""Start a server process with the demo model and clients for it, and collect the measurements of both."""
 
 import http.client
 import os
@@ -17,16 +17,17 @@ from trouper.bench.serve import local_server
 from trouper.bench.studies.server.callers import Callers, ClientCall
 
 TOKENS = "generation_tokens_total"
-PATIENCE_S = 60.0  # for the last answers
+# Seconds to wait for the last answers.
+PATIENCE_S = 60.0
 BODY = '{"prompt": "def f(", "max_tokens": %d, "ignore_eos": true, "stream": true}'
-# Time to read everything that arrived during a scrape.
+# Seconds to read the frames that arrived while the metrics were read.
 CATCH_UP_S = 0.1
 # The server has closed all idle connections after this time.
 IDLE_S = 6.0
 
 
 class ServerUnderTest:
-    """Server process under load, with the callers that load it; they have no other work than `ask` gives them."""
+    """A server process with the clients that load it."""
 
     def __init__(self, port: int, pid: int) -> None:
         self.callers = Callers(port)
@@ -35,11 +36,11 @@ class ServerUnderTest:
         self._random = random.Random(0)
 
     def some(self, mean: int) -> int:
-        """A number of tokens: half as many to half as many again, so that clients do not march in step."""
+        """Draw a number of tokens between half and one and a half times the mean, so that clients do not run in lockstep."""
         return self._random.randint(mean // 2, mean + mean // 2)
 
     def ask(self, max_tokens: int, kind: str, on_end: Callable[[ClientCall], object]) -> ClientCall:
-        """A streaming completion; its frames are counted under `kind`, its end in `outcomes`."""
+        """Send a streaming completion. Its frames are counted under `kind`, and its outcome in `outcomes`."""
 
         def end(call: ClientCall) -> None:
             self.outcomes[call.outcome] += 1
@@ -61,7 +62,7 @@ class ServerUnderTest:
         return clients
 
     def play(self, seconds: float) -> "TimedTurn":
-        """Let all clients continue for this many seconds, and return what they observed."""
+        """Let all clients continue for this many seconds, and return their counts."""
         before = self._get("/metrics")
         self.callers.run_until(perf_counter() + CATCH_UP_S)
         outcomes = self.outcomes.copy()
@@ -82,13 +83,15 @@ class ServerUnderTest:
         )
 
     def end(self) -> dict[str, float]:
-        """Wait until all clients have their answers and their connections are closed, and return what the server holds then."""
+        """Wait until all requests are answered and all connections closed. Returns the resources that the server then holds."""
         self.callers.run_until(perf_counter() + PATIENCE_S, lambda: not self.callers.num_open)
         if self.callers.num_open:
-            raise SystemExit(f"{self.callers.num_open} requests without an end")
+            raise SystemExit(
+                f"{self.callers.num_open} requests were not answered within {PATIENCE_S:g} s"
+            )
         while b'"server_load":0' not in self._get("/load"):
             pass
-        # The task of this connection has ended by then, too.
+        # The server closes idle connections after less than `IDLE_S`, and ends their tasks.
         self.callers.run_until(perf_counter() + IDLE_S)
         process = Path(f"/proc/{self._pid}")
         pages = int((process / "statm").read_text().split()[1])
@@ -117,14 +120,14 @@ def cpu_s(pid: int) -> float:
 
 @cache
 def completion(max_tokens: int) -> bytes:
-    """A request for a stream."""
+    """Encode an HTTP request for a streaming completion."""
     body = BODY % max_tokens
     head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(body)}\r\n\r\n{body}".encode()
 
 
 class Client:
-    """Asks again when it has its answer."""
+    """A client that sends a new request after each answer, until `is_over` returns true."""
 
     def __init__(
         self, stage: ServerUnderTest, max_tokens: int, kind: str, is_over: Callable[[], bool]
@@ -136,7 +139,7 @@ class Client:
         self._call: ClientCall | None = None
 
     def ask(self, _: ClientCall | None = None) -> None:
-        """Ask, unless the last request is still being answered or the run is over."""
+        """Send a request, unless the last one is unanswered or the run is over."""
         if not (self._is_over() or (self._call is not None and self._call.outcome == "open")):
             num_tokens = self._stage.some(self._max_tokens)
             self._call = self._stage.ask(num_tokens, self._kind, self.ask)
@@ -150,16 +153,18 @@ class Client:
 
 @dataclass
 class TimedTurn:
-    """Counts of what the clients observed in one or several periods."""
+    """Counts of the clients and of the server in one or several turns."""
 
     seconds: float
-    # The frames that the clients have read, by kind.
+    # Frames read by the clients, by kind of call.
     frames: dict[str, int]
     requests: Counter[str]
-    # How often the event loop of the server was late by at most this many seconds.
+    # Histogram: how often the server's event loop was late by at most this many seconds.
     gaps: Counter[float]
-    num_tokens: int  # generated by the server
-    client_s: float  # processor time
+    # Generated by the server.
+    num_tokens: int
+    # Processor time of the clients.
+    client_s: float
     server_s: float
 
     def tokens_s(self, kind: str) -> float:
@@ -196,7 +201,7 @@ class TimedTurn:
 
 @contextmanager
 def served(*arguments: str) -> Iterator[ServerUnderTest]:
-    """Run a server until the block ends; one that then ends otherwise than with 0 is an error."""
+    """Run a server until the block ends. Raises if its exit status is not 0."""
     with local_server(*arguments) as server:
         stage = ServerUnderTest(server.port, server.pid)
         try:
@@ -216,7 +221,7 @@ def _metric(metrics: bytes, name: str) -> float:
 
 
 def lateness(counts: Counter[float]) -> dict[str, float]:
-    """Bounds of the histogram that contain this many of its values."""
+    """Return upper bounds of percentiles of a cumulative histogram."""
     total = max(counts.values(), default=0)
 
     def within(share: float) -> float:

@@ -1,11 +1,11 @@
-"""Share memory for two models among three, kill their workers, and compare every answer with that of a server with one model.
+"""Run three models in memory for two, kill their workers, and compare each answer with a server of one model.
 
     python -m trouper.bench.studies.server.several_models [--requests 200] [--kill-every 3] [--clients 16]
 
-The models are the demo model, the same with noise in its weights, and a small random encoder.  The budget is that of all three
-less the smallest, so the server swaps them all the time.  Chats and completions are greedy or seeded, in float32, streamed or
-whole.  It prints the answers that differ, the killed workers and the peak of the workers' proportional memory; the exit status is
-1 if an answer differs or the peak exceeds the budget by more than 5 %.
+The models are the demo model, the demo model with noise in its weights, and a small random encoder.  The memory budget is the
+size of all three minus the smallest, so the server swaps models all the time.  Chats and completions are greedy or seeded, in
+float32, streamed or whole.  The study prints different answers, the number of killed workers and the peak of the workers'
+proportional memory.  The exit status is 1 if an answer differs or the peak exceeds the budget by more than 5 %.
 """
 
 import argparse
@@ -41,19 +41,21 @@ WATCH_S = 0.1
 
 
 class DrawnRequest(NamedTuple):
-    """One request: its path and body, which names the model."""
+    """The path and the body of a request. The body names the model."""
 
     path: str
     body: dict[str, Any]
 
 
 def main() -> None:
-    """Run the requests on each model's own server, then on one server with all models."""
+    """Send the requests to servers of one model each, then to one server with all models."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--kill-every", type=float, default=3.0, help="Seconds; 0 kills no worker.")
-    parser.add_argument("--turn", default="0.5s", help="How long a model with requests stays.")
+    parser.add_argument(
+        "--turn", default="0.5s", help="Time a model stays in memory while others have requests."
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         sys.exit(compare(Path(folder), args.requests, args.clients, args.kill_every, args.turn))
@@ -85,7 +87,9 @@ def compare(
             harm.end()
     different = [i for i in range(num_requests) if found[i] != wanted[i]]
     for i in different[:3]:
-        print(f"request {i} to {asked[i].body['model']}: {found[i]!r} instead of {wanted[i]!r}")
+        print(
+            f"request {i} to {asked[i].body['model']}: returned {found[i]!r}, expected {wanted[i]!r}"
+        )
     share = harm.peak_bytes / budget
     print(
         f"{num_requests} requests, {len(different)} differ; {harm.num_killed} workers killed; "
@@ -95,7 +99,7 @@ def compare(
 
 
 def make_models(folder: Path) -> dict[str, str]:
-    """Write two of the three models, and return the paths of all by their names."""
+    """Write the models that are not bundled. Returns the paths of all three by name."""
     noisy, encoder = folder / "noisy", folder / "encoder"
     shutil.copytree(DEMO_MODEL, noisy)
     encoder.mkdir()
@@ -122,7 +126,7 @@ def make_models(folder: Path) -> dict[str, str]:
 
 
 def drawn_requests(num: int) -> list[DrawnRequest]:
-    """Draw chats, completions and embeddings; half of the generating ones are streams, half are greedy."""
+    """Draw chats, completions and embeddings. Half of the chats and completions are streams, half are greedy."""
     dice = random.Random(0)
     drawn = []
     for seed in range(num):
@@ -146,7 +150,7 @@ def drawn_requests(num: int) -> list[DrawnRequest]:
 def ask_all(
     port: int, asked: Sequence[DrawnRequest], num_clients: int, answered: list[int] | None = None
 ) -> list[str]:
-    """Return the answer of each request: its text, or its embedding rounded to four places, or its error.
+    """Return the answer to each request: its text, its embedding rounded to four places, or its error.
 
     The number of each answered request is appended to `answered`.
     """
@@ -174,7 +178,7 @@ def _ask(port: int, asked: DrawnRequest) -> str:
         return f"{answer.status}: {text[:200]}"
     if not asked.body.get("stream"):
         return _answer_in(json.loads(text))
-    # Comments, which keep the connection awake, and the mark at the end are no events.
+    # Keep-alive comments and the final `[DONE]` are not JSON.
     frames = [part[6:] for part in text.split("\n\n") if part.startswith("data: {")]
     return "".join(_answer_in(json.loads(frame)) for frame in frames)
 
@@ -192,7 +196,7 @@ def _answer_in(reply: dict[str, Any]) -> str:
 
 
 def estimated_bytes(port: int) -> list[int]:
-    """Return the memory of each model while it is awake, by the server's own estimates."""
+    """Return the server's estimate of each model's memory while it is awake, in bytes."""
     call = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     call.request("GET", "/v1/models")
     cards = json.loads(call.getresponse().read())["data"]
@@ -201,10 +205,10 @@ def estimated_bytes(port: int) -> list[int]:
 
 
 class Harm:
-    """Kill a random worker of a server now and then, and note the peak of the memory of all of them, until `end`.
+    """Kill a random worker of a server at intervals, and record the peak memory of all workers, until `end`.
 
-    Between two kills at least one request is answered.  Otherwise a slow machine, on which a worker takes longer to start than
-    the time between two kills, would never answer any.
+    At least one request is answered between two kills.  Otherwise a machine on which a worker starts more slowly than
+    workers are killed would never answer any.
     """
 
     def __init__(self, pid: int, kill_every_s: float, answered: Sequence[int]) -> None:
