@@ -3,7 +3,6 @@
 import sys
 
 import ollama
-import pytest
 
 chat_url, pooling_url = sys.argv[1:]
 client = ollama.Client(host=chat_url)
@@ -43,9 +42,12 @@ assert client.generate(model.model, "Hello", options=options).response
 assert client.generate(model.model, "Hello", raw=True, options=options).response
 assert client.generate(model.model, keep_alive=0).done
 assert client.pull(model.model).status == "success"
-with pytest.raises(ollama.ResponseError, match="other") as refused:
+refusals = []
+try:
     client.chat("other", hello)
-assert refused.value.status_code == 404
+except ollama.ResponseError as error:
+    refusals.append((error.status_code, "other" in error.error))
+assert refusals == [(404, True)], refusals
 
 pooling = ollama.Client(host=pooling_url)
 (embedder,) = pooling.list().models
