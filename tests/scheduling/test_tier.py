@@ -27,7 +27,7 @@ from trouper.actors.scheduling.policy import Policy
 from trouper.actors.scheduling.state.kv_blocks import KVBlocks
 from trouper.actors.scheduling.state.sequence import State
 from trouper.actors.scheduling.state.state_snapshots import SnapshotRows, StateSnapshots
-from trouper.actors.scheduling.state.tier import MAX_ORDERS, MAX_QUEUED, Tier
+from trouper.actors.scheduling.state.tier import MAX_ORDERS, MAX_QUEUED, Tier, _Sought
 from trouper.config.engine_config import SchedulerConfig
 from trouper.params import SamplingParams
 
@@ -492,6 +492,30 @@ def test_clear_waits_until_the_folder_is_open(is_lost):
         world.lose(keeps_memory=False)
     settle(world)
     assert not world.files
+
+
+class CountingSet(set):
+    num_lookups = 0
+
+    def __contains__(self, name):
+        self.num_lookups += 1
+        return super().__contains__(name)
+
+
+def test_each_block_on_the_disk_is_looked_up_once():
+    """A long prompt has thousands of them, and is fetched in hundreds of orders."""
+    names = [number.to_bytes(32, "big") for number in range(100)]
+    tier = Tier(KVBlocks(4, SIZE, True))
+    tier.note(TierAnswer(0, is_anew=True, added=tuple(names[:60])))
+    known = tier._known = CountingSet(tier._known)
+    sought = _Sought(None, names)
+    assert [tier._reach(sought)[2] for _ in range(3)] == [60] * 3
+    assert known.num_lookups == 63
+    tier.note(TierAnswer(0, added=tuple(names[60:70])))
+    assert tier._reach(sought)[2] == 70
+    assert known.num_lookups == 74
+    tier.note(TierAnswer(0, removed=(names[5],)))
+    assert tier._reach(sought)[2] == 5
 
 
 def test_queue_of_stores_has_a_bound():

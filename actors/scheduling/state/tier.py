@@ -14,6 +14,7 @@ Laws:
 """
 
 from collections import Counter, OrderedDict, deque
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -62,6 +63,10 @@ class _Sought(msgspec.Struct, eq=False):
     deadline_s: float | None = None
     # Fetches may begin at this block or behind.
     first: int = 0
+    # These blocks, from one up to another, were on the disk when `Tier._num_removals` was `seen`.  A long prompt has thousands.
+    known_from: int = 0
+    known_to: int = 0
+    seen: int = -1
     # Blocks and states to fetch, and blocks that need not be computed then.
     num_blocks: int = 0
     num_states: int = 0
@@ -94,6 +99,8 @@ class Tier:
         # Until the device has found out what is on the disk, nothing is ordered.
         self.is_open = False
         self._known: set[bytes] = set()
+        # How often names were removed from it.
+        self._num_removals = 0
         # Name to parent, the first one is stored next.
         self._queue: OrderedDict[bytes, bytes] = OrderedDict()
         # By the number of the order: the block or the row, its name and its parent's.
@@ -171,7 +178,7 @@ class Tier:
         Otherwise its file would fail a request after each start of the engine.
         """
         state = state_of(name)
-        self._known.discard(state)
+        self._remove_known((state,))
         self._queue.pop(state, None)
         if len(self._distrusted) < MAX_DISTRUSTED:
             self._distrusted[state] = None
@@ -190,30 +197,30 @@ class Tier:
             return False
         size = self._blocks.block_size
         names = sequence.hash_blocks((sequence.num_tokens - 1) // size, size)
-        num_cached, usable, reach = self._reach(names)
+        sought = _Sought(sequence, names)
+        cached, usable, reach = self._reach(sought)
+        num_cached = len(cached)
         self.counts["miss"] += len(names) - reach
         if reach:
             last = names[reach - 1]
             self._touch(state_of(last) if state_of(last) in self._known else last)
-        sought = _Sought(
-            sequence,
-            names,
-            first=num_cached,
-            num_blocks=max(0, reach - num_cached),
-            num_states=int(reach > usable and not self._is_ready(names, reach)),
-            num_gained=reach - usable,
-        )
+        sought.first = num_cached
+        sought.num_blocks = max(0, reach - num_cached)
+        sought.num_states = int(reach > usable and not self._is_ready(names, reach))
+        sought.num_gained = reach - usable
         if reach <= usable or not self._is_worth(sought):
             return False
         self._sought.append(sought)
         return True
 
-    def _reach(self, names: list[bytes]) -> tuple[int, int, int]:
-        """Return how many blocks are cached, behind how many a sequence can begin now, and behind how many after fetches."""
-        num_cached = len(self._blocks.match(names))
-        reach = num_cached + self._count_known(names, num_cached)
+    def _reach(self, sought: _Sought) -> tuple[list[int], int, int]:
+        """Return the cached blocks, behind how many a sequence can begin now, and behind how many after fetches."""
+        names = sought.names
+        cached = self._blocks.match(names)
+        num_cached = len(cached)
+        reach = self._known_end(sought, num_cached)
         if self._states is None:
-            return num_cached, num_cached, reach
+            return cached, num_cached, reach
         usable = self._states.hit(names, num_cached).num_blocks
         while (
             reach > usable
@@ -221,17 +228,29 @@ class Tier:
             and state_of(names[reach - 1]) not in self._known
         ):
             reach -= 1
-        return num_cached, usable, reach
+        return cached, usable, reach
 
     def _is_ready(self, names: list[bytes], count: int) -> bool:
         """Whether a sequence can begin behind this many blocks as soon as they are in memory."""
         return self._states is None or names[count - 1] in self._states.rows
 
-    def _count_known(self, names: list[bytes], start: int) -> int:
-        end = start
+    def _known_end(self, sought: _Sought, start: int) -> int:
+        """Return the end of the blocks on the disk that follow `start`.  It looks only behind those that it has seen."""
+        names = sought.names
+        is_seen = sought.known_from <= start <= sought.known_to
+        if sought.seen != self._num_removals or not is_seen:
+            sought.seen = self._num_removals
+            sought.known_from = sought.known_to = start
+        end = sought.known_to
         while end < len(names) and names[end] in self._known:
             end += 1
-        return end - start
+        sought.known_to = end
+        return end
+
+    def _remove_known(self, names: Collection[bytes]) -> None:
+        if not self._known.isdisjoint(names):
+            self._known.difference_update(names)
+            self._num_removals += 1
 
     def _is_worth(self, sought: _Sought) -> bool:
         """Whether a fetch is quicker than computing, as far as the rates are known."""
@@ -264,9 +283,9 @@ class Tier:
         """Take an answer of the device."""
         if answer.is_anew:
             self.is_open = True
-            self._known.clear()
+            self._remove_known(self._known)
         self._known.update(answer.added)
-        self._known.difference_update(answer.removed)
+        self._remove_known(answer.removed)
         self.num_bytes, self.num_files = answer.num_bytes, answer.num_files
         self.refused.update(dict(answer.refused))
         self._touches.discard(answer.number)
@@ -282,7 +301,7 @@ class Tier:
         if self._removal and answer.number == self._removal:
             self._removal = 0
             self._distrusted.popitem(last=False)
-        self._known.difference_update(self._distrusted)
+        self._remove_known(self._distrusted)
         fetch = self._fetch
         if fetch is not None and fetch.number == answer.number:
             self._take_in(fetch, answer)
@@ -310,7 +329,7 @@ class Tier:
         if count < len(fetch.names):
             # The rest of the chain may be damaged as well.  It is computed and stored again, which checks the files.
             start = len(fetch.prefix) + count
-            self._known.difference_update(sought.names[start:])
+            self._remove_known(sought.names[start:])
             self.counts["miss"] += 1
         sought.first = len(fetch.prefix) + max(1, count)
         self._end_if_ready(sought)
@@ -330,12 +349,12 @@ class Tier:
         if answer.num_done:
             self._end(fetch.sought)
         else:
-            self._known.discard(state)
+            self._remove_known((state,))
             self._end_if_ready(fetch.sought)
 
     def _end_if_ready(self, sought: _Sought) -> None:
         """Look for no more blocks of a sequence if there are none with which it could begin later."""
-        _, usable, reach = self._reach(sought.names)
+        _, usable, reach = self._reach(sought)
         if reach <= usable:
             self._end(sought)
 
@@ -464,10 +483,10 @@ class Tier:
         if sought.sequence.state not in (State.WAITING, State.PREEMPTED):
             return None
         blocks, names = self._blocks, sought.names
-        _, usable, reach = self._reach(names)
+        cached, usable, reach = self._reach(sought)
         if reach <= usable:
             return None
-        prefix = blocks.match(names[:reach])
+        prefix = cached[:reach]
         start = len(prefix)
         if start == reach:
             return self._fetch_state(sought, prefix)
@@ -524,7 +543,7 @@ class Tier:
         """Remove all files of this model, as soon as the device has found out which they are."""
         self._drop()
         self._queue.clear()
-        self._known.clear()
+        self._remove_known(self._known)
         self._distrusted.clear()
         self._pending = self._order("clear")
 
@@ -540,7 +559,7 @@ class Tier:
         self._pending = self._order("clear") if must_clear else None
         self._barrier = None
         self._touches.clear()
-        self._known.clear()
+        self._remove_known(self._known)
         self.is_open = False
 
     def _drop(self) -> None:
