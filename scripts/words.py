@@ -70,7 +70,7 @@ BUDGETS = {
     "kernels": Budget(2.5, 19, 24),
     "scripts": Budget(0.5, 10, 25),
     "trouper": Budget(2.0, 22, 26),
-    "docs": Budget(3.0),
+    "docs": Budget(2.3),
 }
 
 

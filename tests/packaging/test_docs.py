@@ -169,17 +169,22 @@ def test_files_that_are_named_exist(page):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
 
 
-@pytest.mark.parametrize("name", ["architecture.md", "one-step.md"])
-def test_modules_on_a_page_exist(name):
-    named = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / name).read_text())
+def test_modules_on_pages_exist():
+    folders = ("actors", "bench", "docs", "frontends", "kernels", "scripts", "tests", "trouper")
     modules = {
-        path.relative_to(ROOT).as_posix()
-        for folder in ("actors", "bench", "frontends", "kernels", "tests", "trouper")
+        f"/{path.relative_to(ROOT).as_posix()}"
+        for folder in folders
         for path in (ROOT / folder).rglob("*.py")
     }
-    assert len(named) > 10
     # A page may leave out folders that its sentence has already named.
-    assert [n for n in named if not any(f"/{m}".endswith(f"/{n}") for m in modules)] == []
+    named = {
+        f"{page.name}: {name}": any(module.endswith(f"/{name}") for module in modules)
+        for page in PAGES
+        if page.name != "CHANGELOG.md"
+        for name in re.findall(r"`([\w./-]+\.py)`", page.read_text())
+    }
+    assert len(named) > 100
+    assert [name for name, exists in named.items() if not exists] == []
 
 
 def test_files_in_commands_of_contributors_exist():
