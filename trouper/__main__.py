@@ -1,4 +1,4 @@
-"""The process of `trouper` and `python -m trouper`, from its first import on."""
+"""Start the command line, for `trouper` and `python -m trouper`."""
 
 import atexit
 import gc
@@ -9,8 +9,8 @@ import sys
 def start() -> None:
     """Run the command line.
 
-    Its modules take a while to import.  Ctrl-C during that time ends the process with status 130
-    and one line, as it does later, instead of a traceback.
+    Importing its modules takes a while.  Ctrl-C during that time ends the process with status 130 and
+    one line instead of a traceback, like Ctrl-C at any later time.
     """
     end = _End()
     try:
@@ -18,7 +18,8 @@ def start() -> None:
     except KeyboardInterrupt:
         sys.stderr.write("trouper: interrupted\n")
         sys.stderr.flush()
-        os._exit(130)  # what was read half is not to be torn down
+        # An ordinary exit would run clean-up code of half-imported modules, which may fail.
+        os._exit(130)
     try:
         main()
     except SystemExit as status:
@@ -27,10 +28,10 @@ def start() -> None:
 
 
 class _End:
-    """Skips the interpreter's end, where triton lists all objects that `gc.freeze` has kept from it as leaks.
+    """Skips the shutdown of the interpreter, at which triton would report all objects in `gc.freeze`'s set as leaks.
 
-    The exit function that is registered first runs last, so this one must be the first.  If the process has one already, for
-    example of a program that calls `start`, the interpreter ends as usual.
+    Exit functions run in reverse order of registration, so this one must be registered first.  If the process already has an exit
+    function, for example one of a program that calls `start`, the interpreter shuts down as usual.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""vLLM's module paths, in one table.
+"""Make trouper's classes importable from vLLM's module paths.
 
-A program written for vLLM imports from modules such as `vllm.engine.arg_utils`.  With `vllm` replaced by `trouper`
-such an import must go on working, but trouper's own classes belong to other modules.  The import system asks
-`ModuleTable` for a path that no file of the package answers; the module it makes holds the classes of the table.
+A program written for vLLM imports from modules such as `vllm.engine.arg_utils`.  With `vllm` replaced by `trouper` such an import must
+still work, but trouper defines its classes in other modules.  So for each path without a file, the import system asks `ModuleTable`,
+which creates a module with the classes of the table.
 """
 
 import sys
@@ -62,7 +62,7 @@ class ModuleTable(MetaPathFinder, Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Import the defining modules and bind their classes in `module`.
+        """Import the defining modules, and bind their classes in `module`.
 
         Only now are the defining modules imported, so unused paths cost nothing.  Parent packages
         of the table stay empty.
@@ -74,7 +74,7 @@ class ModuleTable(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Answer imports of vLLM's module paths from now on.
+    """Install the finder for vLLM's module paths.
 
     `import trouper` calls this.  The finder is appended to `sys.meta_path`, so real files have
     precedence.  A second call changes nothing.

@@ -41,7 +41,7 @@ class TrouperValidationError(TrouperClientError, ValueError):
         value: Any = None,
         rule: str | None = None,
     ) -> None:
-        """Store the facts of the error.
+        """Store the message, the parameter and its value.
 
         Args:
             rule: the message without the name of the parameter, for callers with another name for it.
@@ -63,9 +63,10 @@ class TrouperValidationError(TrouperClientError, ValueError):
 
 
 class ContextLengthError(TrouperValidationError):
-    """More tokens than the model's context holds; `limit` and `length` are its size and the given number, if known.
+    """The prompt or the output would exceed the model's context.
 
-    Clients recognise the code and shorten the conversation.
+    `limit` is the context's size in tokens and `length` the requested number, if known.  Clients recognise the code and
+    shorten the conversation.
     """
 
     code = "context_length_exceeded"
@@ -92,7 +93,7 @@ class OutsideRootError(TrouperValidationError):
 
 
 def invalid(parameter: str, rule: str, value: object = None) -> TrouperValidationError:
-    """Make the error for a parameter that breaks `rule`.
+    """Return the error for a parameter that violates `rule`.
 
     The message is the parameter's name, a colon and the rule, for example "top_p: must be in (0,
     1]".  `value` appears only in `str()` of the error.
@@ -101,20 +102,20 @@ def invalid(parameter: str, rule: str, value: object = None) -> TrouperValidatio
     return TrouperValidationError(message, parameter=parameter, value=value, rule=rule)
 
 
-MAX_SHOWN = 8  # wrong values that one error names
+# Maximum number of invalid values to list in one error.
+MAX_SHOWN = 8
 
 
 def out_of_vocabulary(parameter: str, *token_ids: int, vocab_size: int) -> TrouperValidationError:
-    """Make the error for token ids that the model does not have.
+    """Return the error for token ids outside of the vocabulary.
 
-    It lists all of them, or the first eight, and the valid range.  `parameter` is the list that
-    contained them.
+    It lists up to `MAX_SHOWN` of them and the valid range.  `parameter` is the list that contained them.
     """
-    # str() of some numbers is refused.
+    # Python refuses to convert integers of more than 4,300 digits to text.
     shown = [str(id) if -(2**63) <= id < 2**63 else "a huge number" for id in token_ids[:MAX_SHOWN]]
     more = ["…"] if len(token_ids) > MAX_SHOWN else []
     which = f"id {shown[0]} is" if len(token_ids) == 1 else f"ids {', '.join(shown + more)} are"
-    rule = f"token {which} out of vocabulary, ids must be in [0, {vocab_size})"
+    rule = f"token {which} out of vocabulary; ids must be in [0, {vocab_size})"
     return invalid(parameter, rule, token_ids[0] if len(token_ids) == 1 else None)
 
 
@@ -127,27 +128,27 @@ class ChatTemplateResolutionError(TrouperClientError):
 
 
 class GrammarError(TrouperValidationError):
-    """A constraint of an output that cannot be compiled: invalid, or too complex.
+    """A constraint of structured outputs is invalid or too complex to compile.
 
-    `code` is invalid_schema, invalid_grammar or schema_too_complex, and also the code in the HTTP error.
+    `code` is `invalid_schema`, `invalid_grammar` or `schema_too_complex`, and is also the code in the HTTP error.
     """
 
     def __init__(self, message: str, *, parameter: str, code: str) -> None:
         super().__init__(message, parameter=parameter)
-        self.code = code  # invalid_schema, invalid_grammar or schema_too_complex
+        self.code = code
 
 
 class TemplateBudgetError(TrouperValidationError):
-    """A chat template takes more time, memory or text than its limits allow.
+    """A chat template exceeds its limit of time, memory or output.
 
-    Templates from clients run in a separate process.  It is stopped at the limit, so other requests are not affected.
+    Templates from clients run in a separate process, which is stopped at the limit, so other requests are not affected.
     """
 
     code = "template_budget_exceeded"
 
 
 class MediaError(TrouperValidationError):
-    """An image of the request cannot be used; `code` names the reason and is the HTTP error's code.
+    """An image or recording of the request cannot be used; `code` is the reason, and also the code in the HTTP error.
 
     The codes are `invalid_image`, `media_too_large`, `media_budget`, `too_many_media`, `media_url_blocked` and
     `multimodal_cache_miss`.
@@ -173,7 +174,7 @@ class TrouperNotFoundError(TrouperClientError):
 class LoRAAdapterNotFoundError(TrouperNotFoundError):
     """The adapter that a request names is not loaded, and cannot be loaded on demand.
 
-    `load_lora_adapter` or the option `--lora-modules` makes an adapter known to the engine.
+    Load adapters at start by `--lora-modules`, or at run time by `/v1/load_lora_adapter`.
     """
 
 
@@ -187,10 +188,10 @@ class TrouperUnprocessableEntityError(TrouperClientError):
 
 
 class UnsupportedFeatureError(TrouperError, NotImplementedError):
-    """The model or this build lacks the feature.
+    """The model, the device or this version of trouper does not support a requested feature.
 
-    It is raised instead of ignoring the request's wish.  `parameter` and `value` are what asked for
-    the feature.  The server answers with status 400, because clients would repeat after a 5xx.
+    A feature is never ignored silently.  `parameter` and `value` requested it.  The server answers with status 400 instead of
+    501, because clients retry after a 5xx.
     """
 
     def __init__(self, message: str, *, parameter: str | None = None, value: Any = None) -> None:
@@ -214,10 +215,9 @@ class MissingExtraError(UnsupportedFeatureError):
 def rename_parameter(
     error: "TrouperValidationError | UnsupportedFeatureError", parameter: str
 ) -> None:
-    """Replace an error's parameter by the name under which the caller passed it.
+    """Replace an error's parameter by the caller's name for it, also at the beginning of the message.
 
-    The beginning of the message is replaced too.  The check of a prompt, for example, cannot know
-    that the caller's field is called `input`.
+    For example, the check of a prompt does not know that the field of the request is called `input`.
     """
     head, text = f"{error.parameter}", str(error.args[0])
     if text.startswith(head):
@@ -242,7 +242,7 @@ def prompt_named(place: str) -> Generator[None]:
         if error.parameter in ("prompt", "prompt_token_ids", "prompt_embeds"):
             rename_parameter(error, place)
         elif error.parameter is not None and not place.startswith(("messages", "prompt")):
-            # The content of one side of a score is a conversation of one message.
+            # A side of a score with images is rendered as a conversation of one message.
             inner = error.parameter.removeprefix(ONE_MESSAGE)
             if inner != error.parameter:
                 # Cohere's `images` have no parts.
@@ -254,14 +254,14 @@ def prompt_named(place: str) -> Generator[None]:
 class GracefulHTTPError(TrouperError):
     """An expected refusal with its own HTTP status, by default 503.
 
-    The engine works as intended: the request met a limit or a state that will pass.
+    The engine works as intended: the request met a limit or a temporary state, and can be sent again later.
     """
 
     status = 503
 
 
 class QueueOverflowError(GracefulHTTPError):
-    """Open requests have reached the limit `max_num_queued_reqs`.
+    """The number of open requests has reached the limit `max_num_queued_reqs`.
 
     The request was refused on arrival and has used no memory of the KV cache.  The server answers with status 503 and
     Retry-After.
@@ -269,21 +269,21 @@ class QueueOverflowError(GracefulHTTPError):
 
 
 class MaxQueuedTokensError(GracefulHTTPError):
-    """Prompt tokens in prefill have reached the limit `max_num_queued_tokens`.
+    """The number of prompt tokens still to be computed has reached the limit `max_num_queued_tokens`.
 
-    The request was refused on arrival.  The server answers with status 503 and Retry-After, because prefill continues
-    and makes room.
+    The request was refused on arrival.  The server answers with status 503 and Retry-After, because the number falls as
+    prompts are computed.
     """
 
 
 class ProfilerAlreadyActiveError(GracefulHTTPError):
-    """A second `start_profile` without `stop_profile`."""
+    """`start_profile` was called although the profiler is already running; call `stop_profile` first."""
 
     status = 409
 
 
 class RemoteError(TrouperError):
-    """A server asked over HTTP cannot be reached, has failed, or speaks another protocol.
+    """A server cannot be reached over HTTP, has failed, or uses another protocol.
 
     The client commands, such as `trouper chat` and `trouper ps`, raise it; the message contains the
     address.
@@ -319,10 +319,10 @@ class GenerationError(TrouperServerError):
 
 
 class RetryableRequestError(GenerationError):
-    """A transient refusal or failure; the same request may be sent again.
+    """A temporary refusal or failure; the same request may be sent again later.
 
-    `code` names the reason to wait: `engine_paused`, `draining`, `device_restarting` or
-    `adapters_in_use`.  The server answers with status 503.
+    `code` is the cause: `engine_paused`, `draining`, `device_restarting` or `adapters_in_use`.  The server answers with
+    status 503.
     """
 
     def __init__(self, message: str = "", code: str = "engine_paused") -> None:
@@ -330,10 +330,10 @@ class RetryableRequestError(GenerationError):
 
 
 class AdaptersInUseError(RetryableRequestError):
-    """Running requests use all adapters that may be loaded at once.
+    """Running requests use all adapter slots.
 
-    The next adapter is loaded when one of these requests ends, so sending the request again later
-    succeeds.  `max_loras` sets the limit.
+    A slot becomes free when the requests of its adapter end, so the request can be sent again later.  `max_cpu_loras` sets the
+    number of slots.
     """
 
 
@@ -365,7 +365,7 @@ class EngineForkedError(TrouperError, RuntimeError):
 
 
 class EngineGenerateError(TrouperServerError):
-    """An unexpected error in one `generate()` or `encode()`.
+    """An unexpected error in one call of `generate()` or `encode()`.
 
     The engine continues with the other requests.  The name is vLLM's, for programs that catch it.
     """

@@ -1,10 +1,10 @@
-"""Optional packages, and the command that installs them for every kind of installation."""
+"""Find missing optional packages, and the command that installs them."""
 
 import importlib.util
 import re
 from importlib import metadata
 
-# Features of requests: the module each needs, and the extra that brings it.
+# Features of requests, each with the module that it needs and the extra that installs this module.
 REQUEST_EXTRAS = {
     "structured outputs and forced tool calls": ("llguidance", "grammar"),
 }
@@ -13,8 +13,8 @@ REQUEST_EXTRAS = {
 def install_hint(extra: str) -> str:
     """Return the command to install the packages of an extra, such as "pip install 'llguidance>=1.9,<2'".
 
-    It names the packages themselves, because trouper is on no package index, and installing an extra of it works
-    differently for a checkout, a wheel and an installed copy.
+    The command lists the packages themselves, because trouper is not on a package index, and the command to install an extra
+    differs between a checkout and a wheel.
     """
     packages = [
         requirement.split(";")[0].strip()
@@ -27,9 +27,9 @@ def install_hint(extra: str) -> str:
 
 
 def missing_features() -> dict[str, str]:
-    """Return what requests cannot ask for since an optional package is missing: each feature with its install command.
+    """Return the features that requests cannot use because an optional package is missing, with the install command of each.
 
-    Packages that a model or an option needs are not among them: without those the start fails.
+    Packages required by a model or an option are not included, because the start fails without them.
     """
     return {
         feature: install_hint(extra)
@@ -39,7 +39,7 @@ def missing_features() -> dict[str, str]:
 
 
 def _requirements() -> list[str]:
-    """Return what the installed distribution requires; nothing where the sources run without being installed."""
+    """Return the requirements of the installed distribution, or nothing if the sources run without an installation."""
     try:
         return metadata.requires("trouper") or []
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The forms of a prompt that callers can pass."""
+"""The types of prompts that callers can pass."""
 
 from collections.abc import Sequence
 from typing import Any, NotRequired, TypedDict
@@ -10,11 +10,11 @@ class TextPrompt(TypedDict):
 
 
 class InfillPrompt(TypedDict):
-    """A gap between two texts, to be filled in by a model trained for it.
+    """Two texts between which a model trained for fill-in-the-middle inserts a third.
 
-    `prompt` is the text before the gap and `suffix` the text behind it.  `middle` is the beginning of the answer.
-    Each of `files` has a `filename` and a `text`, and precedes both as context.  If the prompt exceeds
-    `max_prompt_tokens`, the text farthest from the gap is dropped.
+    `prompt` precedes the gap and `suffix` follows it; `middle` is the beginning of the inserted text.  `files`, each with a
+    `filename` and a `text`, are context before both.  If the prompt exceeds `max_prompt_tokens`, the text farthest from the
+    gap is dropped.
     """
 
     prompt: str
@@ -53,7 +53,7 @@ class ChatPrompt(TypedDict):
     messages: Sequence[dict[str, Any]]
     chat_template: NotRequired[str | None]
     foreign_chat_template: NotRequired[str | None]
-    """A template of a client that is not trusted: rendered in a process of its own, on a smaller budget."""
+    """A template from an untrusted client.  It is rendered in a separate process, with lower limits."""
     add_generation_prompt: NotRequired[bool]
     continue_final_message: NotRequired[bool]
     tools: NotRequired[Sequence[dict[str, Any]] | None]
@@ -62,10 +62,10 @@ class ChatPrompt(TypedDict):
 
 
 class EmbedsPrompt(TypedDict):
-    """Rows of numbers in place of the embeddings of tokens; needs `enable_prompt_embeds`.
+    """Embeddings instead of tokens; needs `enable_prompt_embeds`.
 
-    `prompt_embeds` is a floating torch tensor [tokens, hidden size], the bytes of a torch.save or safetensors file
-    with one, or the base64 of such a file.  The base64 is a string or a memoryview; a memoryview is released after
+    `prompt_embeds` is a floating-point torch tensor [tokens, hidden size], the bytes of a torch.save or safetensors file
+    with one tensor, or such a file in base64.  Base64 is a string or a memoryview; a memoryview is released after
     reading.
     """
 

@@ -1,7 +1,4 @@
-"""Write grammars in the dialect of Lark that `llguidance` reads.
-
-It extends Lark with numbered rules, special tokens by id, and JSON that matches a schema.
-"""
+"""Write grammars in llguidance's dialect of Lark, which adds special tokens by id and JSON that matches a schema."""
 
 import json
 import re
@@ -17,8 +14,8 @@ class Lark:
 
     Args:
 
-        token_ids: ids of the added tokens by their text.  A mark equal to one is written as this token, because other
-            tokens with the same text do not mean it.
+        token_ids: ids of the added tokens, by their text.  A mark that is an added token matches only this token, not other
+            tokens with the same text, because models are trained on the former.
     """
 
     def __init__(self, token_ids: Mapping[str, int]) -> None:
@@ -26,7 +23,7 @@ class Lark:
         self._rules: list[str] = []
 
     def source(self, start: str) -> str:
-        """Return the grammar for the outputs that match `start`."""
+        """Return the source of the grammar whose outputs match `start`."""
         return "\n".join([f"start: {start}", *self._rules])
 
     def rule(self, body: str, attribute: str = "") -> str:
@@ -56,7 +53,7 @@ class Lark:
         )
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """Add a rule for JSON valid for a schema, and return its name.
+        """Add a rule for JSON that is valid under a schema, and return its name.
 
         White space is limited to what models usually write, so an output cannot consist of endless blanks.
         """
@@ -64,7 +61,7 @@ class Lark:
         return self.rule(f"%json {json.dumps(given)}")
 
     def text_before(self, mark: str) -> str:
-        """Match any text up to and including a mark, which the text itself does not contain.
+        """Match any text without a mark, followed by the mark.
 
         The mark may be an added token, a text or a mixture of both.
         """
@@ -83,10 +80,9 @@ class Lark:
         return self.rule(f"/{_slashed(pattern)}/".replace("\n", r"\n"))
 
     def terminal(self, pattern: str, names: Sequence[str]) -> str:
-        """Match a regular expression, but none of these names.
+        """Match a regular expression, except for these names.
 
-        Used for a free name in a list of known ones: without the exclusion the grammar would be
-        ambiguous.
+        It is for additional names next to alternatives with fixed names: without the exclusion the grammar would be ambiguous.
         """
         name = f"TEXT_{len(self._rules)}"
         others = "|".join(map(_regex, names))
@@ -98,12 +94,12 @@ class Lark:
         return self.rule(f"%lark {{\n{source}\n}}")
 
     def one_of(self, choices: Sequence[str]) -> str:
-        """Match one of several."""
+        """Match one of several expressions."""
         return choices[0] if len(choices) == 1 else self.rule(" | ".join(choices))
 
 
 def repeated(first: str, again: str, most: int) -> str:
-    """Match `first` followed by `again`, at most `most` members in total.
+    """Match `first`, followed by any number of `again` up to `most` items in total.
 
     The bound is part of the grammar, so the model cannot write an endless list.
     """

@@ -1,4 +1,4 @@
-"""`LoRARequest`: the adapter that a request uses."""
+"""Define `LoRARequest`, the adapter of a request."""
 
 from typing import Any
 
@@ -10,17 +10,15 @@ MAX_NAME = 128
 
 
 class LoRARequest(msgspec.Struct, frozen=True):
-    """An adapter by name, number and folder.
-
-    The engine loads it on first use.
+    """A LoRA adapter, which the engine loads on first use.
 
     Args:
 
         lora_name: the name for clients; not empty and without slashes.
         lora_int_id: a number ≥ 1 that identifies the adapter.
         lora_path: a folder in PEFT's format.
-        base_model_name: the model for which it was trained, as information for users.
-        load_inplace: load it again although its number is known, because its files have changed.
+        base_model_name: the model for which it was trained; only shown to users.
+        load_inplace: load it again even if its number is loaded, because its files have changed.
 
     Raises:
 
@@ -36,13 +34,13 @@ class LoRARequest(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         name: Any = self.lora_name
         if not isinstance(name, str) or not 1 <= len(name) <= MAX_NAME or set(name) & set("/\\\0"):
-            rule = f"must be 1 to {MAX_NAME} characters without slashes and NUL"
+            rule = f"must have 1 to {MAX_NAME} characters, without slashes and NUL"
             raise invalid("lora_name", rule, name)
         number: Any = self.lora_int_id
         if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number < 2**63:
-            raise invalid("lora_int_id", "must be an integer from 1 on", number)
+            raise invalid("lora_int_id", "must be an integer ≥ 1", number)
         if not _is_path(self.lora_path):
-            raise invalid("lora_path", "must name a folder", self.lora_path)
+            raise invalid("lora_path", "must be the path of a folder", self.lora_path)
 
 
 def _is_path(value: object) -> bool:

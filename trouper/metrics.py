@@ -1,13 +1,12 @@
-"""The values that `get_metrics()` returns, one for each metric and set of labels."""
+"""Define the values returned by `get_metrics()`, one for each metric and set of labels."""
 
 import msgspec
 
 
 class Metric(msgspec.Struct, frozen=True):
-    """A metric's value at one moment; it is a `Counter`, a `Gauge` or a `Histogram`.
+    """A metric's value at one moment: a `Counter`, a `Gauge` or a `Histogram`.
 
-    `name` is the same as in the Prometheus text, and `labels` distinguish several values with one
-    name.
+    `name` is the same as in the Prometheus text.  Values with the same name differ in their `labels`.
     """
 
     name: str

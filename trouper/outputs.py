@@ -1,4 +1,4 @@
-"""Outputs of generation and of pooling models, in the form that callers get.
+"""Define the outputs of generative and pooling models for callers.
 
 Pooled results are float32 numpy arrays; `PoolingOutput.data` is a tensor over the same memory.  numpy is not imported
 here, because a program that only generates has no need to wait for it.
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def __getattr__(name: str) -> Any:
-    """Make the type `Array` on first use, so that importing this module does not import numpy."""
+    """Create the type `Array` on first use, so that importing this module does not import numpy."""
     if name != "Array":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import numpy as np
@@ -40,7 +40,7 @@ def __getattr__(name: str) -> Any:
 class Logprob(msgspec.Struct, frozen=True):
     """One candidate token at one position of an output or a prompt.
 
-    `logprob` is its natural logarithm of the probability.  `rank` counts from 1, the most likely
+    `logprob` is the natural logarithm of its probability.  `rank` counts from 1 for the most likely
     token.  `decoded_token` is its text.
     """
 
@@ -53,9 +53,9 @@ LogprobsOnePosition = dict[int, Logprob]
 
 
 class RequestError(msgspec.Struct, frozen=True):
-    """Why one request failed, as data that actors hand on.
+    """The reason why one request failed, as a value that actors can send.
 
-    `code` is one of a fixed set and decides the HTTP status.  `message` is only for people, so any sentence will do.
+    `code` is one of a fixed set and determines the HTTP status.  `message` is for people only; no code depends on it.
     """
 
     code: str
@@ -82,10 +82,13 @@ class RequestStateStats(msgspec.Struct):
     preemptions.
     """
 
-    arrival_time: float = 0.0  # the same moment as arrival_ts, on the wall clock
+    # The same moment as `arrival_ts`, on the wall clock.
+    arrival_time: float = 0.0
     arrival_ts: float = 0.0
-    queued_ts: float | None = None  # rendered, and handed to the scheduler
-    scheduled_ts: float | None = None  # first in a step
+    # When the rendered prompt was passed to the scheduler.
+    queued_ts: float | None = None
+    # When the first step with tokens of the request was planned.
+    scheduled_ts: float | None = None
     first_token_ts: float | None = None
     last_token_ts: float | None = None
     finished_ts: float | None = None
@@ -117,8 +120,8 @@ class RequestStateStats(msgspec.Struct):
     def time_per_output_token_s(self) -> float | None:
         """The decode time for each token after the first, in seconds.
 
-        None before the second token.  With several completions it is measured on the longest one,
-        because they are generated at once.
+        None before the second token.  With several completions the longest one counts, because they are generated in
+        parallel.
         """
         num_steps = self.max_num_generation_tokens - 1
         return None if self.decode_s is None or num_steps < 1 else self.decode_s / num_steps
@@ -153,10 +156,9 @@ class CompletionOutput(msgspec.Struct):
 
 
 class RequestOutput(msgspec.Struct):
-    """The output that `generate` yields: everything so far, or only the new part, as `output_kind`
-    requests.
+    """An output of `generate`: everything so far, or only the new part, as `output_kind` requests.
 
-    `finished` is True in the last output of the request.  A failed request has `error` set, and its
+    `finished` is True in the last output of the request.  If the request failed, `error` is set and its
     completions end with `finish_reason="error"`.
     """
 
@@ -176,8 +178,8 @@ class RequestOutput(msgspec.Struct):
     def add(self, next_output: "RequestOutput", aggregate: bool) -> None:
         """Merge a later output of the same request into this one.
 
-        `aggregate` appends text, token ids and logprobs (DELTA); otherwise the later completion
-        replaces the earlier one of its index.
+        With `aggregate`, text, token ids and logprobs are appended (for DELTA); otherwise each later completion
+        replaces the earlier one with the same index.
         """
         self.finished |= next_output.finished
         self.error = next_output.error or self.error
@@ -202,15 +204,15 @@ class RequestOutput(msgspec.Struct):
 class PoolingOutput(msgspec.Struct, frozen=True, eq=False):
     """The result of a pooling request as a float32 array.
 
-    Its shape is [size] for a text, [tokens, size] for token tasks, and [] for a score.  `data` is
-    the same memory as a torch tensor.
+    Its shape is [size] for a text, [tokens, size] for token tasks, and [] for a score.  `data` is a torch tensor that
+    shares its memory.
     """
 
     array: "Array"
 
     @property
     def data(self) -> Any:
-        """Make a torch tensor over the same memory."""
+        """The result as a torch tensor that shares the array's memory."""
         from torch import from_numpy  # pyright: ignore[reportUnknownVariableType]  # partly typed
 
         return from_numpy(self.array)
@@ -259,7 +261,9 @@ class ScoringOutput(msgspec.Struct, frozen=True):
     def from_base(cls, output: PoolingOutput) -> Self:
         """Convert a finished result; raises ValueError unless the result is one number."""
         if output.array.size != 1:
-            raise ValueError(f"a score is one number, not {output.array.shape}")
+            raise ValueError(
+                f"a score must be one number, not an array of shape {output.array.shape}"
+            )
         return cls(float(output.array.reshape(())))
 
 
@@ -309,5 +313,5 @@ def _fields(output: PoolingRequestOutput[PoolingOutput], made: object) -> dict[s
 
 def _one_dimension(output: PoolingOutput, what: str) -> list[float]:
     if output.array.ndim != 1:
-        raise ValueError(f"{what} have one dimension, not the shape {output.array.shape}")
+        raise ValueError(f"{what} must have one dimension, but the shape is {output.array.shape}")
     return output.array.tolist()

@@ -1,4 +1,4 @@
-"""The parameters of a generating request, `SamplingParams`, with their validation.
+"""Define and validate the parameters of generation, `SamplingParams` and `BeamSearchParams`.
 
 The constructor checks everything that does not depend on a model; `verify` checks what depends on the vocabulary or on
 the engine's limits.  `sampling_fields.py` declares types and ranges.
@@ -28,21 +28,28 @@ from trouper.structured_outputs import StructuredOutputsParams
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy
 LOWEST_TEMPERATURE = 1e-2
-# A stop string is looked for in every token's text, and bad words are tokenised twice each: their number and
-# their length bound what one request costs the others.  16,384 characters take a tokenizer some 30 ms.
+# Every new text is searched for each stop string, and each bad word is tokenized twice.  So their number and length are limited, to
+# bound the cost of one request for the others.  A tokenizer takes about 30 ms for 16,384 characters.
 MAX_STRINGS = {"stop": 64, "bad_words": 128}
-MAX_STRING_CHARS = 256  # of each
-MAX_STRINGS_CHARS = 16_384  # of all strings of one list
-MAX_ECHO = 40  # characters of a key that is refused
-TOKEN_ID = re.compile(r"0|-?[1-9][0-9]{0,18}", re.ASCII)  # one spelling for each number
-MAX_DRAFTS = "num_speculative_tokens"  # a key of `extra_args`
-PLAIN = (bool, int, float, str, type(None))  # what needs no copy
+MAX_STRING_CHARS = 256  # for each string
+MAX_STRINGS_CHARS = 16_384  # for all strings of a list
+# Characters of an invalid key to show in an error.
+MAX_ECHO = 40
+# Exactly one spelling of each integer, so that two keys never mean the same token.
+TOKEN_ID = re.compile(r"0|-?[1-9][0-9]{0,18}", re.ASCII)
+# A key of `extra_args`.
+MAX_DRAFTS = "num_speculative_tokens"
+# Types of immutable values, which `clone` need not copy.
+PLAIN = (bool, int, float, str, type(None))
 
 
 class RequestOutputKind(IntEnum):
-    CUMULATIVE = 0  # the whole text so far in every output
-    DELTA = 1  # only what is new
-    FINAL_ONLY = 2  # one output, at the end
+    # Each output contains the whole text so far.
+    CUMULATIVE = 0
+    # Each output contains only the new text.
+    DELTA = 1
+    # There is one output, at the end.
+    FINAL_ONLY = 2
 
 
 class SamplingType(IntEnum):
@@ -52,10 +59,10 @@ class SamplingType(IntEnum):
 
 
 class RepetitionDetectionParams(msgspec.Struct, frozen=True):
-    """End an output when a pattern has repeated at its end `min_count` times in a row.
+    """End an output when its last tokens are a pattern repeated `min_count` times.
 
-    The pattern has from `min_pattern_size` (0 acts as 1) to `max_pattern_size` tokens.  A `max_pattern_size` of 0
-    switches the detection off.
+    The pattern has from `min_pattern_size` (0 means 1) to `max_pattern_size` tokens.  A `max_pattern_size` of 0
+    disables the detection.
 
     Raises:
 
@@ -78,7 +85,7 @@ class RepetitionDetectionParams(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(DeviceFields, kw_only=True):
-    """Parameters of how one request is sampled, stopped and returned.
+    """The parameters for sampling, stopping and returning the output of one request.
 
     Names and defaults are vLLM's.  `stop` accepts up to 64 strings and `bad_words` up to 128, each
     of at most 256 characters, and at most 16,384 characters in one list.
@@ -138,7 +145,7 @@ class SamplingParams(DeviceFields, kw_only=True):
 
     @classmethod
     def from_optional(cls, **kwargs: Any) -> "SamplingParams":
-        """Create parameters from keywords, in which None means the default.
+        """Create parameters from keywords; None means the default.
 
         String keys of `logit_bias` are converted to token ids, because JSON has no integer keys.  Raises the errors
         of the constructor.
@@ -146,7 +153,7 @@ class SamplingParams(DeviceFields, kw_only=True):
         return cls(**{name: value for name, value in kwargs.items() if value is not None})
 
     def clone(self) -> "SamplingParams":
-        """Make an independent copy."""
+        """Return an independent copy."""
         copies: dict[str, Any] = {
             name: value if isinstance(value, PLAIN) else deepcopy(value)
             for name in self.__struct_fields__
@@ -166,9 +173,9 @@ class SamplingParams(DeviceFields, kw_only=True):
 
     @property
     def max_draft_tokens(self) -> int | None:
-        """The longest draft of speculative decoding for this request.
+        """The maximum number of draft tokens in a step of this request, from `extra_args`.
 
-        None uses the engine's setting, and 0 switches drafts off.  It is read from `extra_args`.
+        None uses the engine's setting, and 0 disables speculation.
         """
         return (self.extra_args or {}).get(MAX_DRAFTS)
 
@@ -197,7 +204,7 @@ class SamplingParams(DeviceFields, kw_only=True):
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(self, name)
             if wanted is not None and (vocab_size if wanted == -1 else wanted) > limit:
-                raise invalid(name, f"at most {limit} (max_logprobs) can be asked for", wanted)
+                raise invalid(name, f"must be at most {limit} (max_logprobs)", wanted)
 
     def _check_supported(self) -> None:
         if self.thinking_token_budget == -1:
@@ -315,8 +322,8 @@ class BeamSearchParams(msgspec.Struct):
     def __post_init__(self) -> None:
         if self.structured_outputs is not None:
             text = (
-                "structured_outputs: a beam search chooses among the likeliest tokens, of which a grammar "
-                "may allow none; use allowed_token_ids, or generate with n and choose"
+                "structured_outputs is not supported with beam search, whose candidates are the likeliest tokens, even if a "
+                "grammar forbids all of them; use allowed_token_ids, or generate with n > 1"
             )
             raise UnsupportedFeatureError(text, parameter="structured_outputs")
         for name in ("beam_width", "max_tokens"):
@@ -339,18 +346,19 @@ class BeamSearchParams(msgspec.Struct):
 
 
 def _check_strings(name: str, texts: Collection[Any], limit: int) -> None:
-    """Refuse a too long list before any of its strings is examined."""
+    """Check the number of strings, before any of them is examined, and their lengths."""
     if len(texts) > limit:
-        raise invalid(name, f"may hold {limit} strings", len(texts))
+        raise invalid(name, f"must have at most {limit} strings", len(texts))
     num_chars = 0
     for text in texts:
         if not isinstance(text, str) or not text:
-            raise invalid(name, "must hold non-empty strings", text)
+            raise invalid(name, "must contain only nonempty strings", text)
         num_chars += len(text)
         if len(text) > MAX_STRING_CHARS:
-            raise invalid(name, f"a string may have {MAX_STRING_CHARS} characters", text[:64] + "…")
+            rule = f"each string must have at most {MAX_STRING_CHARS} characters"
+            raise invalid(name, rule, text[:64] + "…")
     if num_chars > MAX_STRINGS_CHARS:
-        rule = f"its strings may have {MAX_STRINGS_CHARS} characters together"
+        rule = f"its strings must have at most {MAX_STRINGS_CHARS} characters in total"
         raise invalid(name, rule, num_chars)
 
 
@@ -368,7 +376,7 @@ def _is_in_range(value: Any, field: SamplingField) -> bool:
 
 
 def _is_finite(value: float) -> bool:
-    """Check whether a float can represent the value: an integer may be too large."""
+    """Return whether a float can represent the value; an integer may be too large."""
     return abs(value) <= sys.float_info.max
 
 
@@ -387,8 +395,12 @@ def _logit_bias(bias: Mapping[Any, Any]) -> dict[int, float]:
     wrong = [key for key in bias if not _is_token_id(key)]
     if wrong:
         keys = ", ".join(repr(str(key)[:MAX_ECHO]) for key in wrong[:MAX_SHOWN])
-        which = f"the key {keys} is" if len(wrong) == 1 else f"the keys {keys} are each"
-        rule = f"{which} no token id in plain decimal digits"
+        which = (
+            f"the key {keys} is not a token id"
+            if len(wrong) == 1
+            else f"the keys {keys} are not token ids"
+        )
+        rule = f"{which} in plain decimal digits"
         raise invalid("logit_bias", rule, wrong[0] if len(wrong) == 1 else None)
     for key, given in bias.items():
         token, value = int(_plain(key)), _plain(given)

@@ -1,7 +1,7 @@
-"""The parameters of a pooling request, `PoolingParams`.
+"""Define and validate the parameters of pooling, `PoolingParams`.
 
-The constructor checks what does not depend on a model.  `resolve` checks the rest and fills in the fields that the
-caller did not set.
+The constructor checks everything that does not depend on a model.  `resolve` checks the rest, and fills in the fields that
+the caller did not set.
 """
 
 from copy import copy
@@ -16,7 +16,7 @@ from trouper.params import RequestOutputKind
 PoolingTask = Literal["embed", "classify", "token_embed", "token_classify"]
 TASKS: tuple[str, ...] = get_args(PoolingTask)
 LATER_TASKS = ("plugin", "embed&token_classify")
-# What each task takes; anything else is an error.
+# The parameters of each task; any other parameter is an error.
 PARAMETERS_OF = {
     "embed": ("dimensions", "use_activation"),
     "classify": ("use_activation",),
@@ -24,20 +24,20 @@ PARAMETERS_OF = {
     "token_classify": ("use_activation", "step_tag_id", "returned_token_ids"),
 }  # fmt: skip
 REMOVED = {
-    "score": "score is no task any more: use 'classify' (cross-encoders) or 'embed'",
-    "encode": "encode is no task any more: use 'token_embed' or 'token_classify'",
+    "score": "The task 'score' was removed: use 'classify' (cross-encoders) or 'embed'.",
+    "encode": "The task 'encode' was removed: use 'token_embed' or 'token_classify'.",
 }
 
 
 class LateInteractionParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Keep a query's token embeddings in the engine, or score a document against kept ones.
+    """Cache a query's token embeddings in the engine, or score a document against cached ones.
 
-    `cache_query` keeps them under `query_key` until `query_uses` documents have been scored.  The
+    `cache_query` stores them under `query_key` until `query_uses` documents have been scored with them.  The
     model's folder determines the markers of queries and documents.
 
     Raises:
 
-        TrouperValidationError: a wrong mode or key, or missing or nonpositive uses.
+        TrouperValidationError: the mode, the key or the number of uses is invalid.
     """
 
     mode: Literal["cache_query", "score_doc"]
@@ -48,11 +48,11 @@ class LateInteractionParams(msgspec.Struct, frozen=True, kw_only=True):
         if self.mode not in ("cache_query", "score_doc"):
             raise invalid("mode", "must be cache_query or score_doc", self.mode)
         if not isinstance(self.query_key, str) or not self.query_key:  # pyright: ignore[reportUnnecessaryIsInstance]  # not every caller is typed
-            raise invalid("query_key", "must be a string that is not empty", self.query_key)
+            raise invalid("query_key", "must be a nonempty string", self.query_key)
         uses = self.query_uses
         if uses is None:
             if self.mode == "cache_query":
-                raise invalid("query_uses", "cache_query needs a number of uses", uses)
+                raise invalid("query_uses", "is required with mode='cache_query'", uses)
         elif isinstance(uses, bool) or not isinstance(uses, int) or uses < 1:  # pyright: ignore[reportUnnecessaryIsInstance]  # the same
             raise invalid("query_uses", "must be a positive integer", uses)
 
@@ -73,7 +73,7 @@ class PoolingParams(msgspec.Struct, kw_only=True):
     Raises:
 
         TrouperValidationError: a value outside its range; the message names the parameter.
-        UnsupportedFeatureError: an unimplemented task or feature.
+        UnsupportedFeatureError: the task or a parameter is not supported.
     """
 
     n: ClassVar[int] = 1  # outputs of a request, as in SamplingParams
@@ -110,24 +110,24 @@ class PoolingParams(msgspec.Struct, kw_only=True):
         if late is not None and not isinstance(late, LateInteractionParams):
             raise invalid("late_interaction_params", "must be LateInteractionParams", late)
         if self.output_kind != RequestOutputKind.FINAL_ONLY:
-            raise invalid("output_kind", "pooling has one output, at the end", self.output_kind)
+            raise invalid("output_kind", "must be FINAL_ONLY for pooling", self.output_kind)
 
     def clone(self) -> "PoolingParams":
-        """Make an independent copy."""
+        """Return an independent copy."""
         params = copy(self)
         if self.returned_token_ids is not None:
             params.returned_token_ids = self.returned_token_ids.copy()
         return params
 
     def resolve(self, spec: PoolerSpec) -> "PoolingParams":
-        """Make a copy with everything decided for this model.
+        """Return a copy with all fields set for this model.
 
         Raises:
-            TrouperValidationError: the model cannot do the task, or a parameter does not belong to it.
+            TrouperValidationError: the model does not support the task, or the task does not take a parameter.
         """
         task = self.task or spec.engine_task
         if task not in spec.tasks:
-            raise unsupported_task(task, f"This model can {', '.join(spec.tasks)}.")
+            raise unsupported_task(task, f"This model supports {', '.join(spec.tasks)}.")
         self._check_belongs(task, spec)
         is_embedding = task.endswith("embed")
         if is_embedding:
@@ -156,17 +156,16 @@ class PoolingParams(msgspec.Struct, kw_only=True):
             if value is None:
                 continue
             if name not in PARAMETERS_OF[task]:
-                raise invalid(name, f"has no meaning for the task {task!r}", value)
+                raise invalid(name, f"is not a parameter of the task {task!r}", value)
             is_of_step = name in ("step_tag_id", "returned_token_ids")
             if is_of_step and spec.tok_pooling_type != "STEP":
                 raise invalid(name, "needs the token pooling type STEP", value)
 
 
 def unsupported_task(task: object, known: str, parameter: str = "task") -> TrouperValidationError:
-    """Make the error for a task that the model does not support.
+    """Return the error for an unsupported task.
 
-    The message begins like vLLM's, which clients compare.  `known` is a sentence with the supported
-    tasks.
+    The message begins like vLLM's, because clients compare it.  `known` is a sentence with the supported tasks.
     """
     text = f"Unsupported task: {str(task)[:40]!r}. {known}"
     return TrouperValidationError(text, parameter=parameter)

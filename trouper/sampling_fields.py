@@ -1,4 +1,4 @@
-"""The fields of `SamplingParams`, each declared once with its type, its range and its treatment by other parts.
+"""Declare the fields of `SamplingParams`, each once, with its type, its range and its treatment by other parts.
 
 A sampling field appears in many places: validation, the bodies of the HTTP APIs, the command line, the message to the
 device and beam search.  If each place kept its own list of names, a new field would be missed by some of them, and a
@@ -8,7 +8,7 @@ parameter would be ignored without an error.  So every such list is derived from
     HTTP bodies       a field with `bodies` is accepted and passed on under its own name
     command line      a field with `help` is an option
     device            the fields of `DeviceFields` are also those of the message `Sampling`
-    beam search       `beam_search` says whether a search follows the field or refuses it
+    beam search       `beam_search` determines whether a search applies the field or refuses it
 
 A field of one number or flag that the device needs is therefore declared only here: in `DeviceFields` with its type and default,
 and in `FIELDS`.  A field that the device does not need has its default in `SamplingParams`.
@@ -37,11 +37,11 @@ class SamplingField(msgspec.Struct, frozen=True, kw_only=True):
         above: the end of a range that does not include it.
         max_length: the largest number of token ids.
         rule: the end of the error's sentence for a value outside its range.
-        bodies: the HTTP APIs whose bodies have a field with this name: all, only completions and chats, or none.
-        beam_search: what a beam search does with this field in a request body.  It is empty for fields that a search
-            sets itself.
-        neutral: the values that change nothing, which a search therefore accepts.
-        forbids_unlikely: whether the field excludes unlikely tokens.  A greedy request resets it to its default.
+        bodies: the HTTP APIs with a field of this name: all, only completions and chats, or none.
+        beam_search: whether a beam search follows or refuses this field of a request body.  It is empty for fields
+            that a search sets itself.
+        neutral: values without effect, which a search accepts.
+        forbids_unlikely: whether the field excludes unlikely tokens.  Greedy requests reset it to its default.
         help: the help of the option on the command line, if there is one.
     """
 
@@ -72,7 +72,7 @@ def _penalty(help: str) -> SamplingField:
 
 
 class DeviceFields(msgspec.Struct, kw_only=True):
-    """The fields that the device applies as the client gives them.
+    """The fields that the device needs with the client's own values.
 
     `SamplingParams` and the message `Sampling` inherit them.
     """
@@ -167,7 +167,7 @@ FIELDS: Mapping[str, SamplingField] = MappingProxyType({
         rule="must be a non-negative integer or -1 for unlimited", beam_search="refuses", neutral=(-1,),
     ),
 })  # fmt: skip
-# The only value at which a field of vLLM's is accepted that trouper does not implement.
+# Fields of vLLM that trouper does not implement, with the only accepted value.
 NOT_IMPLEMENTED: Mapping[str, Any] = MappingProxyType({
     "flat_logprobs": False, "prompt_logprob_token_ids": None, "prompt_logprob_start": None,
     "trace_decode_token_ids": None, "routed_experts_prompt_start": 0, "watermarking": None,

@@ -1,4 +1,4 @@
-"""The constraints of an output, `StructuredOutputsParams`: a schema, a regular expression, a choice or a grammar."""
+"""Define `StructuredOutputsParams`, which constrains an output to a schema, a regular expression, a choice or a grammar."""
 
 from typing import Any, Self, cast
 
@@ -7,30 +7,31 @@ import msgspec
 from trouper.errors import TrouperValidationError, invalid
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-MAX_SOURCE = 2**18  # characters of a grammar in whatever form
+# Maximum number of characters of a constraint of any kind.
+MAX_SOURCE = 2**18
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True):
-    """Constrain the output of a request to a schema, an expression, a choice or a grammar.
+    """Constrain the output of a request to a schema, a regular expression, a choice or a grammar.
 
     Exactly one kind is set.  Names and defaults are vLLM's.
 
     Attributes:
 
         json: A JSON schema, as an object or as text.
-        regex: An expression that matches the whole output.
+        regex: A regular expression that matches the whole output.
         choice: Texts; the output is one of them.
-        grammar: A grammar in the language of Lark, or in llama.cpp's EBNF, with the root `start` or `root`.
+        grammar: A grammar in Lark's syntax with the root `start`, or in llama.cpp's GBNF with the root `root`.
         json_object: True allows any JSON object.
-        structural_tag: Text in which tags are followed by a schema: `{"structures": …, "triggers": …}`.
-        disable_any_whitespace: Write JSON without white space between its tokens.
-        disable_additional_properties: Objects have only the properties in their schema.
-        whitespace_pattern: An expression for the white space between the tokens of JSON; by default at most a
+        structural_tag: Tags after which the text must match a schema: `{"structures": …, "triggers": …}`.
+        disable_any_whitespace: Forbid white space between the tokens of JSON.
+        disable_additional_properties: Forbid properties that are not in an object's schema.
+        whitespace_pattern: A regular expression for the white space between the tokens of JSON; by default at most a
             newline and sixteen blanks.
 
     Raises:
 
-        TrouperValidationError: none or several kinds are set, or one has a wrong type.
+        TrouperValidationError: no or several constraints are set, or one has the wrong type.
     """
 
     json: str | dict[str, Any] | None = None
@@ -59,16 +60,12 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True):
         self._check_choice()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return the same object, because it is frozen: a schema is large to copy, and copies are made on an event loop."""
+        """Return the same object, which is frozen. Copying a large schema would block the event loop."""
         return self
 
     @property
     def kind(self) -> str:
-        """The name of the one field that constrains the output.
-
-        The constructor ensures that exactly one constraint is set, such as `json`, `regex`,
-        `choice` or `grammar`.
-        """
+        """The name of the field that is set, such as `json` or `regex`.  The constructor ensures that there is exactly one."""
         return next(name for name in KINDS if getattr(self, name) not in (None, False))
 
     def _check_choice(self) -> None:

@@ -75,7 +75,7 @@ def test_both_spellings_are_one_option(name):
 def test_two_spellings_must_agree():
     args = EngineArgs(cuda_graph_sizes=[1, 2], cudagraph_capture_sizes=[1, 2])
     assert args.cudagraph_capture_sizes == [1, 2]
-    with pytest.raises(TrouperValidationError, match="enable_chunked_prefill are one option"):
+    with pytest.raises(TrouperValidationError, match="enable_chunked_prefill are the same option"):
         EngineArgs(chunked_prefill_enabled=True, enable_chunked_prefill=False)
 
 
@@ -283,7 +283,9 @@ def test_geometry_is_model_of_dummy_weights_with_demos_tokenizer(name, monkeypat
     "wish", [{"model": "qwen3-0.6b"}, {"model": "qwen3", "load_format": "dummy"}], ids=str
 )
 def test_geometry_needs_dummy_weights_and_known_name(wish):
-    with pytest.raises(TrouperValidationError, match=r"load_format=.dummy. knows qwen3-0\.6b, "):
+    with pytest.raises(
+        TrouperValidationError, match=r"presets for load_format=.dummy.: qwen3-0\.6b, "
+    ):
         resolve(EngineArgs(**wish))
 
 
@@ -433,11 +435,11 @@ def test_method_of_checkpoint_itself_is_no_rounding(folder, own):
     path = folder({**CONFIG, "quantization_config": {"quant_method": own}})
     assert resolve(EngineArgs(path, quantization=own)).quantization is None
     other = "fp8" if own != "fp8" else "awq"
-    with pytest.raises(TrouperValidationError, match=f"the checkpoint's own is {own}"):
+    with pytest.raises(TrouperValidationError, match=f"the checkpoint is quantized with {own}"):
         resolve(EngineArgs(path, quantization=other))
-    with pytest.raises(TrouperValidationError, match="quantised already"):
+    with pytest.raises(TrouperValidationError, match="already quantized"):
         resolve(EngineArgs(path, quantization="int4"))
-    with pytest.raises(TrouperValidationError, match="are plain; int8 or int4 rounds them"):
+    with pytest.raises(TrouperValidationError, match="not quantized; use int8 or int4 to round"):
         resolve(EngineArgs(folder(CONFIG), quantization=own))
 
 

@@ -146,7 +146,7 @@ def test_what_cpu_has_no_use_for_is_told(folder, caplog):
     assert caplog.messages == []
     resolve(EngineArgs(path, cudagraph_capture_sizes=[1], gpu_memory_utilization=0.5))
     assert caplog.messages == [
-        "no effect on the CPU: cudagraph_capture_sizes, gpu_memory_utilization"
+        "these options have no effect on the CPU: cudagraph_capture_sizes, gpu_memory_utilization"
     ]
 
 

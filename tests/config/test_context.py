@@ -98,7 +98,7 @@ def test_little_memory_gives_shorter_context_and_one_line_says_so(folder, memory
     assert LEAST_CONTEXT < config.max_model_len < 131_072
     line = context_line(config)
     assert line.startswith(f"context {config.max_model_len:,} of 131,072 tokens: ")
-    assert line.endswith("--kv-cache-memory-bytes for more")
+    assert line.endswith("increase --kv-cache-memory-bytes")
 
 
 def test_cache_takes_half_of_what_weights_and_program_leave(folder, memory):
@@ -140,12 +140,12 @@ def test_model_that_has_no_room_is_refused_in_sentence(folder, memory):
     path = folder(SHAPES["Llama-3.1-8B"])
     memory(16 * 10**9)
     with pytest.raises(
-        TrouperValidationError, match=r"a context of 1,024 tokens 0.1 GB, but this"
+        TrouperValidationError, match=r"a context of 1,024 tokens 0.1 GB, but this machine has only"
     ) as e:
         dummy(path)
     assert "kv_cache_memory_bytes (--kv-cache-memory-bytes)" in str(e.value)
     memory(9 * 10**9)
-    with pytest.raises(TrouperValidationError, match=r"weights take about 16.1 GB, .* give 9.0 GB"):
+    with pytest.raises(TrouperValidationError, match=r"weights take about 16.1 GB, .* only 9.0 GB"):
         dummy(path)
     assert dummy(path, quantization="int4").max_model_len >= LEAST_CONTEXT
     assert dummy(path, kv_cache_memory_bytes=GIB).max_model_len == 8192

@@ -26,13 +26,13 @@ def test_nothing_is_bound_unasked(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("0-1", "of 1 workers, and there are 2"),
-        ("0|1|2", "of 3 workers, and there are 2"),
-        ("0|x", "must be processors by worker"),
-        ("0|3-1", "must be processors by worker"),
-        ("0|-1", "must be processors by worker"),
-        ("0|0-9999999999", "must be processors by worker"),
-        ("0|", "must be processors by worker"),
+        ("0-1", "of 1 workers, but there are 2"),
+        ("0|1|2", "of 3 workers, but there are 2"),
+        ("0|x", "must list the processors of each worker"),
+        ("0|3-1", "must list the processors of each worker"),
+        ("0|-1", "must list the processors of each worker"),
+        ("0|0-9999999999", "must list the processors of each worker"),
+        ("0|", "must list the processors of each worker"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(monkeypatch, text, words):
@@ -44,5 +44,5 @@ def test_what_does_not_fit_is_refused_by_name(monkeypatch, text, words):
 
 def test_model_in_engines_process_is_not_bound(monkeypatch):
     monkeypatch.setenv(CPU_BIND, "0")
-    with pytest.raises(TrouperValidationError, match="device_worker is inline"):
+    with pytest.raises(TrouperValidationError, match="no effect with device_worker"):
         resolve(EngineArgs(device_worker="inline"))

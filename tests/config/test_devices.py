@@ -64,7 +64,7 @@ def test_each_cause_is_named(machine):
     machine.patch.setattr(ctypes, "CDLL", lambda name: Driver(0))
     refused("shows no device")
     machine.patch.setattr(ctypes, "CDLL", lambda name: Driver(1, status=100))
-    refused("error 100")
+    refused("driver status 100")
     machine.patch.setattr(ctypes, "CDLL", lambda name: Driver(1, capability=7))
     refused("compute capability is 7")
 

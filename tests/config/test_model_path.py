@@ -162,7 +162,7 @@ def test_offline_quant_not_fetched_says_what_was(hub):
     place("org/x:Q8_0")
     hub.is_reached = False
     with pytest.raises(
-        TrouperValidationError, match=r"no Q4_0 among .* before \(the hub cannot be"
+        TrouperValidationError, match=r"no Q4_0 among the downloaded .* \(the hub cannot be"
     ):
         place("org/x:Q4_0")
     (hub.folder / "X-Q8_0.gguf").unlink()

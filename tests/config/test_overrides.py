@@ -55,7 +55,7 @@ def test_layers_of_whole_context_are_those_stretched():
     only = {"rope_parameters": {"full_attention": YARN}}
     assert overridden({"rope_parameters": GROUPS}, only)["rope_parameters"] == found
     others = {"rope_parameters": {"a": DEFAULT, "b": DEFAULT}}
-    with pytest.raises(TrouperValidationError, match=r"rope_scaling: .* each of a, b"):
+    with pytest.raises(TrouperValidationError, match=r"rope_scaling: .* separate values for a, b"):
         overridden(others, {"rope_scaling": YARN})
 
 

@@ -354,7 +354,9 @@ class Unseen(list):
 
 @pytest.mark.parametrize(("name", "limit"), MAX_STRINGS.items())
 def test_list_of_strings_is_counted_before_it_is_looked_at(name, limit):
-    with pytest.raises(TrouperValidationError, match=f"may hold {limit} strings") as caught:
+    with pytest.raises(
+        TrouperValidationError, match=f"must have at most {limit} strings"
+    ) as caught:
         SamplingParams(**{name: Unseen(["x"] * (limit + 1))})
     assert (caught.value.parameter, caught.value.value) == (name, limit + 1)
 
@@ -372,7 +374,7 @@ def test_each_string_of_a_list_has_a_length(name):
 def test_all_strings_of_list_have_length_together():
     fitting = [f"{i:0256}" for i in range(MAX_STRINGS_CHARS // 256)]
     assert SamplingParams(bad_words=fitting).bad_words == fitting
-    with pytest.raises(TrouperValidationError, match="characters together") as caught:
+    with pytest.raises(TrouperValidationError, match="characters in total") as caught:
         SamplingParams(bad_words=[*fitting, "x"])
     assert (caught.value.parameter, caught.value.value) == ("bad_words", MAX_STRINGS_CHARS + 1)
 

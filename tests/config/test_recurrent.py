@@ -94,6 +94,8 @@ def test_recurrent_models_have_small_blocks(folder):
 
 def test_draft_model_with_states_is_refused(folder):
     path = folder(HYBRID)
-    with pytest.raises(UnsupportedFeatureError, match="draft model keeps recurrent") as error:
+    with pytest.raises(
+        UnsupportedFeatureError, match="recurrent layers, which cannot undo"
+    ) as error:
         resolve(EngineArgs(path, speculative_config={"model": path}))
     assert error.value.parameter == "speculative_config"

@@ -58,7 +58,7 @@ def test_too_many_drafts_become_seven_and_are_logged(caplog):
     with caplog.at_level(logging.INFO, "trouper"):
         found = speculative_config({"method": "suffix", "num_speculative_tokens": 32}, "cpu")
     assert found.num_speculative_tokens == 7
-    assert "num_speculative_tokens: 7 on the CPU" in caplog.text
+    assert "num_speculative_tokens is lowered to 7" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -73,8 +73,8 @@ def test_too_many_drafts_become_seven_and_are_logged(caplog):
         ({"method": "suffix", "suffix_decoding_max_spec_factor": 0}, "spec_factor"),
         ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, "cached_requests"),
         ("ngram", "must be a dict"),
-        ({"method": "draft_model"}, "model is the draft model"),
-        ({"method": "suffix", "model": "draft"}, "model is the draft model"),
+        ({"method": "draft_model"}, "model must be set with method='draft_model'"),
+        ({"method": "suffix", "model": "draft"}, "model must be set with method='draft_model'"),
         ({"method": "suffix", "revision": "main"}, "revision"),
     ],
 )
@@ -113,7 +113,7 @@ def test_vllms_defaults_are_accepted():
 
 
 def test_it_is_refused_for_model_that_pools_and_on_gpu():
-    with pytest.raises(TrouperValidationError, match="pools"):
+    with pytest.raises(TrouperValidationError, match="pooling models"):
         speculative_config({"method": "ngram"}, "cpu", pools=True)
     with pytest.raises(UnsupportedFeatureError, match="GPU"):
         speculative_config({"method": "ngram"}, "cuda")
@@ -137,7 +137,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
     size = config["vocab_size"]
     (folder / "config.json").write_text(json.dumps({**config, "vocab_size": size - 1}))
     args = EngineArgs(speculative_config={"model": str(folder)})
-    with pytest.raises(TrouperValidationError, match=f"of {size} tokens, not of {size - 1}"):
+    with pytest.raises(TrouperValidationError, match=f"has {size - 1} tokens instead of {size}"):
         resolve(args)
 
 

@@ -146,7 +146,7 @@ def test_server_runs_generating_model_in_worker_by_default(wanted, options, serv
 def test_without_memory_files_server_runs_inline_and_process_is_refused(monkeypatch):
     monkeypatch.delattr("os.memfd_create")
     assert resolve(EngineArgs(), frontend="server").device_worker == "inline"
-    with pytest.raises(UnsupportedFeatureError, match="no memory files") as caught:
+    with pytest.raises(UnsupportedFeatureError, match="no shared memory files") as caught:
         resolve(EngineArgs(device_worker="process"))
     assert caught.value.parameter == "device_worker"
 
@@ -155,9 +155,9 @@ def test_without_memory_files_server_runs_inline_and_process_is_refused(monkeypa
     ("options", "error", "parameter", "words"),
     [
         ({"pipeline_parallel_size": 0}, TrouperValidationError, "pipeline_parallel_size", "at least 1"),
-        ({"pipeline_parallel_size": 32}, TrouperValidationError, "pipeline_parallel_size", "9 layers, 32 stages"),
+        ({"pipeline_parallel_size": 32}, TrouperValidationError, "pipeline_parallel_size", "9 layers, too few for 32 stages"),
         ({"pipeline_parallel_size": 2, "device_worker": "inline"}, TrouperValidationError, "device_worker", "inline"),
-        ({"pipeline_parallel_size": 2, "runner": "pooling"}, UnsupportedFeatureError, "pipeline_parallel_size", "pools"),
+        ({"pipeline_parallel_size": 2, "runner": "pooling"}, UnsupportedFeatureError, "pipeline_parallel_size", "pooling models"),
     ],
 )  # fmt: skip
 def test_a_wish_that_cannot_be_met_is_refused(options, error, parameter, words):

@@ -171,7 +171,7 @@ def test_an_index_names_files_of_its_own_folder(folder, index):
 @pytest.mark.parametrize("path", ["../elsewhere", "/etc", "2_Dense/../../x"])
 def test_a_module_lies_in_the_models_folder(folder, path):
     error = refused(folder({"modules.json": [{**DENSE, "path": path}]}))
-    assert "modules.json: a path that leads out of the folder" in str(error)
+    assert "modules.json has a path that leads out of the folder" in str(error)
     assert error.value == path
 
 

@@ -172,7 +172,7 @@ MISTAKES = [
     ("generate x -m typo.gguf", 2, "model: no such file"),
     ("generate x -m docs/typo.gguf", 2, "model: no such file"),
     ("generate x --tokenizer /no/such/folder", 2, "folder"),
-    ("generate x --quantization fp8", 2, "weights are plain; int8 or int4 rounds them"),
+    ("generate x --quantization fp8", 2, "is not quantized; use int8 or int4 to round its weights"),
     ("generate x --quantization int5", 2, "must be None or int8 or int4"),
     ("generate x --kv-cache-dtype fp8", 2, "kv_cache_dtype='fp8' is not supported yet"),
     ("generate x --max-num-seqs 8 --max-num-batched-tokens 4", 2, "(4) must be at least"),

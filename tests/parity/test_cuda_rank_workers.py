@@ -107,11 +107,11 @@ async def test_streams_survive_killed_rank_and_sleep(folder, expected, worker_gr
     ("options", "kind", "parameter", "words"),
     [
         ({"tensor_parallel_size": 4}, TrouperValidationError, "tensor_parallel_size",
-         "each has a GPU of its own, and 2 can be seen"),
-        ({"pipeline_parallel_size": 2}, UnsupportedFeatureError, "pipeline_parallel_size", "not on a GPU yet"),
+         "needs a GPU for each, but 2 are visible"),
+        ({"pipeline_parallel_size": 2}, UnsupportedFeatureError, "pipeline_parallel_size", "on a GPU yet"),
         ({"tensor_parallel_size": 2, "device_worker": "inline"}, TrouperValidationError,
          "device_worker", "must be auto or process"),
-        ({"tensor_parallel_size": 2, "nnodes": 2}, UnsupportedFeatureError, "nnodes", "not on a GPU yet"),
+        ({"tensor_parallel_size": 2, "nnodes": 2}, UnsupportedFeatureError, "nnodes", "on a GPU yet"),
     ],
 )  # fmt: skip
 def test_wishes_that_cannot_be_met_name_the_option(options, kind, parameter, words):

@@ -301,5 +301,5 @@ def test_one_group_for_all_inputs_where_config_says_so(config):
 
 def test_integers_are_not_rounded_again(tmp_path):
     _, packed = write(tmp_path, "awq")
-    with pytest.raises(TrouperValidationError, match="quantised already"):
+    with pytest.raises(TrouperValidationError, match="already quantized"):
         resolve(EngineArgs(model=str(packed), quantization="int8", skip_tokenizer_init=True))

@@ -208,11 +208,11 @@ def test_two_processes_give_tokens_of_one_and_sleep_together():
     [
         ({"tensor_parallel_size": 0}, TrouperValidationError, "tensor_parallel_size", "at least 1"),
         ({"tensor_parallel_size": 2, "device_worker": "inline"}, TrouperValidationError,
-         "device_worker", "must be auto or process where tensor_parallel_size is 2"),
+         "device_worker", "must be auto or process with tensor_parallel_size=2"),
         ({"tensor_parallel_size": 2, "runner": "pooling"}, UnsupportedFeatureError,
-         "tensor_parallel_size", "not of a model that pools"),
+         "tensor_parallel_size", "not supported for pooling models"),
         ({"tensor_parallel_size": 2, "speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-         UnsupportedFeatureError, "speculative_config", "not with tensor_parallel_size=2"),
+         UnsupportedFeatureError, "speculative_config", "combined with tensor_parallel_size=2"),
     ],
 )  # fmt: skip
 def test_wishes_that_cannot_be_met_name_the_option(options, kind, parameter, words):

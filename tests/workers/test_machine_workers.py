@@ -160,17 +160,17 @@ def test_worker_reads_dense_modules_from_own_folder():
     [
         ({"nnodes": 0}, TrouperValidationError, "nnodes", "at least 1"),
         ({"nnodes": 65}, TrouperValidationError, "nnodes", "at most 64"),
-        ({"nnodes": 2, "node_rank": 2}, TrouperValidationError, "node_rank", "below nnodes, which is 2"),
-        ({"node_rank": 1}, TrouperValidationError, "node_rank", "below nnodes, which is 1"),
+        ({"nnodes": 2, "node_rank": 2}, TrouperValidationError, "node_rank", "below nnodes \\(2\\)"),
+        ({"node_rank": 1}, TrouperValidationError, "node_rank", "below nnodes \\(1\\)"),
         ({"node_rank": -1}, TrouperValidationError, "node_rank", "at least 0"),
-        ({"nnodes": 2}, TrouperValidationError, "nnodes", "1, must be a multiple"),
-        ({"nnodes": 2, "pipeline_parallel_size": 3}, TrouperValidationError, "nnodes", "3, must be a multiple"),
+        ({"nnodes": 2}, TrouperValidationError, "nnodes", "which is 1"),
+        ({"nnodes": 2, "pipeline_parallel_size": 3}, TrouperValidationError, "nnodes", "which is 3"),
         ({"nnodes": 2, "tensor_parallel_size": 2}, UnsupportedFeatureError, "tensor_parallel_size", "share memory"),
-        ({"nnodes": 2, "pipeline_parallel_size": 2, "master_addr": "0.0.0.0"}, TrouperValidationError, "master_addr", "one address"),
+        ({"nnodes": 2, "pipeline_parallel_size": 2, "master_addr": "0.0.0.0"}, TrouperValidationError, "master_addr", "reach machine 0"),
         ({"master_port": 0}, TrouperValidationError, "master_port", "at least 1"),
         ({"master_port": 65536}, TrouperValidationError, "master_port", "at most 65535"),
         ({"nnodes": 2, "data_parallel_size": 2, "device_worker": "inline"}, TrouperValidationError, "device_worker", "inline"),
-        ({"distributed_executor_backend": "torchrun"}, UnsupportedFeatureError, "distributed_executor_backend", "start its workers again"),
+        ({"distributed_executor_backend": "torchrun"}, UnsupportedFeatureError, "distributed_executor_backend", "lost workers could not be restarted"),
         ({"distributed_executor_backend": "external_launcher"}, UnsupportedFeatureError, "distributed_executor_backend", "mp or ray"),
         ({"distributed_executor_backend": "gloo"}, TrouperValidationError, "distributed_executor_backend", "must be mp or ray"),
     ],
@@ -186,10 +186,10 @@ def test_options_that_do_not_fit_are_named(options, error, parameter, words, key
     [
         (None, {}, "1", UnsupportedFeatureError, "distributed_executor_backend", "the extra `ray`"),
         ("2.49.2", {}, "1", UnsupportedFeatureError, "distributed_executor_backend", "2.49.2 is older than 2.50"),
-        ("2.60.0", {"nnodes": 2}, "1", TrouperValidationError, "nnodes", "machines of its own"),
+        ("2.60.0", {"nnodes": 2}, "1", TrouperValidationError, "nnodes", "chooses the machines itself"),
         ("2.60.0", {"device_worker": "inline"}, "1", TrouperValidationError, "device_worker", "inline"),
-        ("2.60.0", {}, "0", TrouperValidationError, RAY_CPUS, "above 0"),
-        ("2.60.0", {}, "two", TrouperValidationError, RAY_CPUS, "above 0"),
+        ("2.60.0", {}, "0", TrouperValidationError, RAY_CPUS, "must be a positive number"),
+        ("2.60.0", {}, "two", TrouperValidationError, RAY_CPUS, "must be a positive number"),
     ],
 )  # fmt: skip
 def test_what_ray_cannot_do_is_named(version, options, cpus, error, parameter, words, monkeypatch):
@@ -204,7 +204,7 @@ def test_what_ray_cannot_do_is_named(version, options, cpus, error, parameter, w
 
 def test_machines_of_gpus_are_refused_by_name():
     for options in ({"nnodes": 2}, {"distributed_executor_backend": "ray"}):
-        with pytest.raises(UnsupportedFeatureError, match="not on a GPU yet"):
+        with pytest.raises(UnsupportedFeatureError, match="not supported on a GPU yet"):
             nodes_config(EngineArgs(**options), "cuda")
 
 

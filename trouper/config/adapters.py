@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's format: an adapter's configuration, and reading its two files.  Does not import torch.
+"""Read LoRA adapters in PEFT's format without torch: the configuration and the weights.
 
     adapter_config.json         rank, scale and the adapted modules
     adapter_model.safetensors   base_model.model.X.lora_A.weight [r, I] and .lora_B.weight [O, r] for each module X
@@ -41,10 +41,10 @@ MAX_WEIGHTS_BYTES = 2**31
 MAX_HEADER_BYTES = 2**24  # about 100,000 tensors
 PARAMETER = "lora_path"
 REPEATS = ("*", "+", "?", "{")
-# With these limits matching a name of 100 characters takes about 10**6 steps.
+# With these limits, matching a name of 100 characters takes about 10**6 steps.
 MAX_PATTERN, MAX_REPEATS = 512, 3
 Rank = Annotated[int, msgspec.Meta(ge=1, le=2**16)]
-# Keys accepted only with these values, because other values change the model in another way than LoRA.
+# Keys accepted only with these values, because any other value changes the model in a way that plain LoRA does not cover.
 PLAIN: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     **dict.fromkeys(("use_dora", "use_qalora", "lora_bias", "use_bdlora"), (False, [], {})),
@@ -68,8 +68,8 @@ CHANGES_BASE = (
 )
 
 
-# The number of loaded adapters.  On the CPU a slot uses memory only when it is first loaded; on a GPU all memory is allocated
-# at start.
+# Default number of adapter slots.  On the CPU a slot takes memory only when an adapter is first loaded into it; a GPU allocates
+# all slots at start.
 ADAPTER_SLOTS: dict[DeviceKind, int] = {
     "cpu": 32,
     "cuda": 8,
@@ -77,18 +77,17 @@ ADAPTER_SLOTS: dict[DeviceKind, int] = {
 
 
 class LoRAConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The capacity for adapters in an engine.
+    """The capacity of an engine for adapters: at most `num_slots` of them, each with a rank of at most `max_rank`.
 
-    It is fixed at start, so device memory for adapters can be reserved in advance: at most `num_slots` adapters of at
-    most rank `max_rank`.
+    It is fixed at start, so that the device can reserve memory for adapters in advance.
     """
 
-    # The number of different adapters among the running requests.
+    # The maximum number of different adapters among the running requests.
     max_loras: int = 1
     max_rank: int = 16
-    # The number of loaded adapters.
+    # The maximum number of loaded adapters.
     num_slots: int = 1
-    # The only modules that an adapter may change; any by default.
+    # The modules that an adapter may change; None allows any module.
     target_modules: tuple[str, ...] | None = None
 
 
@@ -103,7 +102,7 @@ class AdapterConfig(msgspec.Struct, frozen=True):
     use_rslora: bool = False
     rank_pattern: dict[str, Rank] = {}
     alpha_pattern: dict[str, float] = {}
-    # Modules that the adapter stores whole: none, or the head.
+    # Modules whose full weights are in the adapter.  Only the head is supported.
     modules_to_save: tuple[str, ...] = ()
 
     def rank_of(self, module: str) -> int:
@@ -127,16 +126,16 @@ class AdapterFiles(msgspec.Struct, frozen=True):
     """
 
     config: AdapterConfig
-    # Names the content: adapters with equal digests compute the same, whatever they are called and whenever they are loaded.
+    # A hash of the content.  Adapters with equal digests compute the same, regardless of their names and the time of loading.
     digest: bytes
     # A safetensors file.
     weights: bytes
 
     @classmethod
     def of(cls, config: AdapterConfig, weights: bytes) -> Self:
-        """Name a configuration and its weights by their digest.
+        """Combine a configuration with its weights, and compute their digest.
 
-        It reads all weights at 1 to 2 GB/s, so large adapters need a thread.
+        Hashing runs at 1 to 2 GB/s, so call it from a thread for large adapters.
         """
         digest = hashlib.sha256(msgspec.json.encode(config))
         digest.update(b"\0")
@@ -153,7 +152,7 @@ class _TensorEntry(msgspec.Struct, frozen=True):
 
 
 class _Place(NamedTuple):
-    """An open folder, and the function that opens files in it."""
+    """An open folder, and the flags with which files in it are opened."""
 
     descriptor: int
     flags: int
@@ -163,7 +162,7 @@ def read_adapter(path: str | os.PathLike[str], root: str | None = None) -> Adapt
     """Read an adapter's files.  Waits for the disk, so it must be called from a thread.
 
     Args:
-        root: the folder that must contain the adapter, by whatever path; any folder is allowed by default.
+        root: the folder that must contain the adapter; by default any folder is allowed.
 
     Raises:
         LoRAAdapterNotFoundError: the folder does not exist.
@@ -193,7 +192,7 @@ def adapter_config(text: bytes) -> AdapterConfig:
     kind = fields.get("peft_type", "LORA")
     if kind != "LORA":
         raise UnsupportedFeatureError(
-            f"{CONFIG}: peft_type={_shown(kind)}: only LORA", parameter=PARAMETER
+            f"{CONFIG}: peft_type={_shown(kind)} is not supported, only LORA", parameter=PARAMETER
         )
     for name, plain in PLAIN.items():
         value = fields.get(name)
@@ -230,28 +229,33 @@ def adapter_config(text: bytes) -> AdapterConfig:
 
 
 def _check_pattern(pattern: str) -> None:
-    """Check that a regular expression cannot take long: it comes with the adapter and is matched with each module's name.
+    """Check that a regular expression of an adapter cannot take long, because it is matched with each module's name.
 
-    With at most `MAX_REPEATS` repetitions, none of which repeats a group with repetitions or choices, the number of steps is
-    bounded by that power of the name's length.
+    If an expression has n repetitions, and none of them repeats a group with repetitions or alternatives, matching takes at most
+    about length ** n steps.  So n is limited to `MAX_REPEATS`.
 
     Raises:
         TrouperValidationError: the expression is malformed.
         UnsupportedFeatureError: it could take too long.
     """
     if len(pattern) > MAX_PATTERN or _num_repeats(pattern) > MAX_REPEATS:
-        rule = f"{_shown(pattern)}: patterns may have {MAX_PATTERN} characters and {MAX_REPEATS} repetitions, none of a group with repetitions or choices"
+        rule = (
+            f"the pattern {_shown(pattern)} is too complex (maximum {MAX_PATTERN} characters and {MAX_REPEATS} repetitions, "
+            "none of them of a group with repetitions or alternatives)"
+        )
         raise UnsupportedFeatureError(f"{CONFIG}: {rule}", parameter=PARAMETER)
     try:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
-        raise invalid(PARAMETER, f"{CONFIG}: {_shown(pattern)} is no pattern: {error}") from None
+        raise invalid(
+            PARAMETER, f"{CONFIG}: {_shown(pattern)} is not a regular expression: {error}"
+        ) from None
 
 
 def _num_repeats(pattern: str) -> float:
     """Count the repetitions of an expression.
 
-    Returns infinity if a group with repetitions or choices is repeated, and for rare forms (`(?=`, `\1`).
+    Returns infinity if a group with repetitions or alternatives is repeated, and for rare constructs (`(?=`, `\1`).
     """
     text = re.sub(r"\\\D|\[\^?\]?(?:\\.|[^\]\\])*\]", "x", pattern, flags=re.DOTALL).replace(
         "(?:", "("
@@ -276,7 +280,7 @@ def _num_repeats(pattern: str) -> float:
 
 
 def _matching(patterns: dict[str, Any], module: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches the module's name, or its end after a dot, like peft."""
+    """Return the value of the first pattern that matches the module's whole name, or its end after a dot, like PEFT."""
     starts = [0, *(at + 1 for at, letter in enumerate(module) if letter == ".")]
     for pattern, value in patterns.items():
         # With a start other than 0, `^` still matches the beginning of the whole name only.
@@ -320,7 +324,7 @@ def _no_adapter(path: Path, error: OSError) -> Exception:
 
 
 def _outside(path: Path) -> Exception:
-    rule = f"{PARAMETER}: is not a folder below the lora_root"
+    rule = f"{PARAMETER}: must be a folder below the lora_root, without symbolic links"
     return OutsideRootError(rule, parameter=PARAMETER, value=str(path))
 
 
@@ -329,7 +333,7 @@ def _open(folder: int, name: str, flags: int) -> int:
         return os.open(name, os.O_RDONLY | os.O_NONBLOCK | flags, dir_fd=folder)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            rule = f"{PARAMETER}: {name} is a link, and none is followed below the lora_root"
+            rule = f"{PARAMETER}: {name} is a symbolic link, and links below the lora_root are not followed"
             raise OutsideRootError(rule, parameter=PARAMETER) from None
         rule = f"{name} cannot be opened: {error.strerror}"
         raise invalid(PARAMETER, rule, name) from None
@@ -343,7 +347,7 @@ def _check_header(file: BinaryIO, size: int) -> None:
     """
     length = int.from_bytes(file.read(8), "little")
     if length > min(MAX_HEADER_BYTES, size - 8):
-        raise invalid(PARAMETER, f"{WEIGHTS} is no safetensors file, or is cut short")
+        raise invalid(PARAMETER, f"{WEIGHTS} is truncated, or is not a safetensors file")
     try:
         header = msgspec.json.decode(file.read(length), type=dict[str, Any])
         header.pop("__metadata__", None)
@@ -351,10 +355,11 @@ def _check_header(file: BinaryIO, size: int) -> None:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise invalid(PARAMETER, f"{WEIGHTS}: its header cannot be read: {error}") from None
     if max(ends, default=0) != size - 8 - length:
-        words = (
-            f"its header tells of {max(ends, default=0)} bytes, and there are {size - 8 - length}"
+        declared, found = max(ends, default=0), size - 8 - length
+        rule = (
+            f"{WEIGHTS}: its header declares {declared} bytes of tensors, but the file has {found}"
         )
-        raise invalid(PARAMETER, f"{WEIGHTS}: {words}")
+        raise invalid(PARAMETER, rule)
     file.seek(0)
 
 
@@ -366,7 +371,7 @@ def _read(
 ) -> bytes:
     if name == WEIGHTS and _is_pickled(place):
         raise UnsupportedFeatureError(
-            f"{PICKLED} is pickled and never read: save the adapter as safetensors",
+            f"{PICKLED} is a pickle, which is never read, because it could run code: save the adapter as safetensors",
             parameter=PARAMETER,
         )
     descriptor = _open(place.descriptor, name, place.flags)
@@ -404,19 +409,21 @@ def lora_config(
     """Choose the limits of adapters.  Returns None if adapters are off.
 
     Raises:
-        TrouperValidationError, UnsupportedFeatureError: the options contradict each other or the model.
+        TrouperValidationError: the options contradict each other.
+        UnsupportedFeatureError: the model pools.
     """
     if not args.enable_lora:
         return None
     if pooler is not None:
         raise UnsupportedFeatureError(
-            "enable_lora: not for a model that pools yet", parameter="enable_lora"
+            "enable_lora: adapters are not supported for pooling models yet",
+            parameter="enable_lora",
         )
     if args.lora_dtype not in ("auto", dtype):
-        raise invalid("lora_dtype", f"must be auto or the model's own, {dtype}", args.lora_dtype)
+        raise invalid("lora_dtype", f"must be auto or the model's dtype, {dtype}", args.lora_dtype)
     num_slots = args.max_cpu_loras or max(args.max_loras, ADAPTER_SLOTS[device])
     if num_slots < args.max_loras:
-        raise invalid("max_cpu_loras", f"must be at least max_loras, {args.max_loras}", num_slots)
+        raise invalid("max_cpu_loras", f"must be at least max_loras ({args.max_loras})", num_slots)
     targets = args.lora_target_modules
     return LoRAConfig(
         max_loras=args.max_loras,

@@ -1,4 +1,4 @@
-"""The options of an engine under vLLM's names, unresolved, and their dotted forms on command lines: `resolve.py` makes a plan of them.
+"""The options of an engine under vLLM's names, as the user gives them.  `resolve.py` turns them into a plan without open choices.
 
 vLLM's options without an implementation here are accepted with their default value and refused with any other.
 `--pooler-config.task embed` means `--pooler-config '{"task": "embed"}'`.  `FlexibleArgumentParser` serves programs that accept an
@@ -35,7 +35,8 @@ def _checked_names(cls: type[Any]) -> Any:
                 value = kwargs.pop(alias)
                 if kwargs.setdefault(name, value) != value:
                     raise TrouperValidationError(
-                        f"{alias} and {name} are one option and got two values", parameter=name
+                        f"{alias} and {name} are the same option; give only one of them",
+                        parameter=name,
                     )
         for name in sorted(kwargs.keys() - fields):
             if name not in NOT_IMPLEMENTED:
@@ -306,7 +307,7 @@ NOT_IMPLEMENTED: dict[str, Any] = {
 }
 
 
-# Options that choose between ways to compute the same answers, or that show metrics of older versions.  trouper has its own
+# Options that choose between implementations with the same answers, or show metrics of older versions.  trouper has one
 # implementation for each device, and hides no metrics.
 _EQUIVALENT = """
     attention_backend mm_encoder_attn_backend moe_backend linear_backend sparse_indexer_topk_backend
@@ -318,8 +319,8 @@ _EQUIVALENT = """
     jit_monitor_verbose pt_load_map_location mm_device_do_normalize show_hidden_metrics_for_version
 """
 EQUIVALENT = frozenset(_EQUIVALENT.split())
-# Values other than the default that describe what the engine does in any case: states of recurrent models are float32, and are
-# saved at the boundaries of blocks.
+# Values other than the default that are accepted because the engine always behaves like this: recurrent states are float32, and
+# are saved at block boundaries.
 ALREADY_SO = {"mamba_cache_mode": "align", "mamba_ssm_cache_dtype": "float32"}
 
 
@@ -329,7 +330,7 @@ def check_not_implemented(name: str, value: Any) -> None:
     Options that choose between equivalent implementations are logged only, because the answers do not change.
 
     Raises:
-        UnsupportedFeatureError: the value asks for more than the default.
+        UnsupportedFeatureError: the value would change the answers.
     """
     default = NOT_IMPLEMENTED[name]
     value = getattr(value, "value", value)  # a member of one of vLLM's enumerations
@@ -337,7 +338,7 @@ def check_not_implemented(name: str, value: Any) -> None:
     is_default = value is None or value == default or is_off or value in ({}, [], set())
     is_default = is_default or value == ALREADY_SO.get(name, default)
     if not is_default and name in EQUIVALENT:
-        logger.warning("%s=%r has no effect: the answers are the same with it", name, value)
+        logger.warning("%s=%r has no effect: it does not change the answers", name, value)
     elif not is_default:
         if name in NOT_NEEDED:
             raise UnsupportedFeatureError(f"{name}={value!r} is {NOT_NEEDED[name]}")
@@ -351,7 +352,7 @@ def join_dotted(arguments: Iterable[str]) -> list[str]:
     """Replace dotted options by one JSON option each.  Other arguments keep their order.
 
     Raises:
-        TrouperValidationError: an option has no value, or a key has both a value and keys of its own.
+        TrouperValidationError: an option has no value, or a key has both a value and nested keys.
     """
     kept: list[str] = []
     values: list[str] = []  # after a `--`

@@ -1,4 +1,4 @@
-"""Types, ranges and choices of the values in `EngineArgs`.  Pure: no model is needed."""
+"""Check the types, ranges and choices of the values in `EngineArgs`, without a model."""
 
 import dataclasses
 import logging
@@ -61,7 +61,7 @@ def check_engine_args(args: EngineArgs) -> None:
 
     Raises:
         TrouperValidationError: a value has the wrong type or is out of range; the message names the option.
-        UnsupportedFeatureError: a value would have no effect although the user expects one.
+        UnsupportedFeatureError: a value selects a feature that trouper lacks.
     """
     _check_types(args)
     _check_numbers(args)
@@ -80,25 +80,26 @@ def _check_adaptive_threshold(args: EngineArgs) -> None:
     if args.long_prefill_token_threshold_adaptive and not args.long_prefill_token_threshold:
         raise invalid(
             "long_prefill_token_threshold_adaptive",
-            "has no effect without long_prefill_token_threshold (--long-prefill-token-threshold); give one, e.g. 512",
+            "has no effect without long_prefill_token_threshold (--long-prefill-token-threshold); set it, e.g. to 512",
             True,
         )
 
 
 def log_idle_options(args: EngineArgs) -> None:
-    """Log in one line which GPU options have no effect on this engine.
+    """Log in one line which of the given GPU options have no effect on this engine.
 
-    Scripts written for GPUs should run unchanged on a CPU, so these options are accepted.  The line
-    keeps this from being silent.
+    They are accepted, so that scripts for GPUs run unchanged on a CPU.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
     idle = [name for name in IDLE_ON_CPU if getattr(args, name) != defaults[name]]
     if idle:
-        logger.info("no effect on the CPU: %s", ", ".join(idle))
+        logger.info("these options have no effect on the CPU: %s", ", ".join(idle))
 
 
 def human_int(value: Any, parameter: str) -> int:
-    """Parse `8k`, `1M`, `64MiB` or `4096`: lower-case suffixes are decimal, upper-case ones and those with `iB` binary.
+    """Parse a number such as `8k`, `1M`, `64MiB` or `4096`.
+
+    Lower-case suffixes are decimal; upper-case suffixes and those with `iB` are binary.
 
     Raises:
         TrouperValidationError: the value is not a number; the message names the parameter.
@@ -117,10 +118,10 @@ def human_int(value: Any, parameter: str) -> int:
 
 
 def check_private_folder(path: Path, parameter: str) -> None:
-    """Make a folder that only this user may use, or check an existing one.
+    """Create a folder with access for this user only, or check an existing one.
 
     Raises:
-        TrouperValidationError: it belongs to another user, others may write to it, or it cannot be made.
+        TrouperValidationError: it belongs to another user, others may write to it, or it cannot be created.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -132,7 +133,9 @@ def check_private_folder(path: Path, parameter: str) -> None:
     if found.st_uid != os.geteuid():
         raise invalid(parameter, "the folder belongs to another user", str(path))
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise invalid(parameter, "other users may write to the folder: chmod 700", str(path))
+        raise invalid(
+            parameter, "other users may write to the folder; run chmod 700 on it", str(path)
+        )
     if not is_usable:
         raise invalid(parameter, "the folder cannot be read and written", str(path))
 

@@ -1,8 +1,8 @@
-"""Choose the context length and the memory of the KV cache, within what this machine and the container of this process can provide.
+"""Choose the context length and the size of the KV cache, within the memory of this machine and of this process's container.
 
-Without a length from the user the engine uses the model's own, or a shorter one if the KV cache has no room for it.  On a
-CPU the cache by default takes up to half of the available memory that the weights leave.  Its pages use memory only when
-they are first written, so a large cache costs nothing at start.
+If the user sets no length, the engine uses the model's own, or a shorter one that fits the KV cache.  On a CPU the cache by default
+takes half of the memory that remains after loading the weights.  A page uses memory only when it is first written, so a large cache
+costs nothing at start.
 """
 
 import math
@@ -24,10 +24,10 @@ from trouper.errors import TrouperValidationError, invalid
 
 MEMBERSHIPS = Path("proc/self/cgroup")
 GROUPS = Path("sys/fs/cgroup")
-# Version 1 of control groups represents "no limit" by a number above this one.
+# Version 1 of cgroups represents "no limit" by a number above this one.
 UNLIMITED = 2**60
-# The files of versions 2 and 1: the limit, the usage, and the line of memory.stat for file pages that the system reclaims
-# when it needs memory.
+# For cgroup versions 2 and 1: the files with the limit and the usage, and the field of memory.stat that counts reclaimable
+# file pages.
 FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -37,7 +37,7 @@ FILES = (
 def available_bytes(root: Path = Path("/"), *, with_swap: bool = False) -> int | None:
     """Return the bytes that can be allocated before memory must be reclaimed, or None if the system does not report it.
 
-    It is the minimum over the machine and all control groups above this process.
+    It is the minimum over the machine, the cgroup of this process, and the cgroup's parents.
     """
     kib = _numbers(root / "proc/meminfo")
     if "MemAvailable" not in kib:
@@ -52,10 +52,9 @@ def available_bytes(root: Path = Path("/"), *, with_swap: bool = False) -> int |
 
 
 def control_groups(memberships: Path, root: Path) -> Iterator[Path]:
-    """Yield the folders of this process's control groups, each followed by its parents.
+    """Yield the folders of this process's cgroups, each followed by its parents, since the limit of any of them applies.
 
-    A limit of any of them applies.  Handles both versions of the interface: version 1 has a folder
-    for each controller below `root`.
+    Handles both versions of cgroups: version 1 has a folder for each controller below `root`.
     """
     for line in read_text(memberships).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -90,16 +89,16 @@ def _numbers(path: Path) -> dict[str, int]:
 GIB = 2**30
 # The size of the KV cache on a system that does not report its available memory.
 UNKNOWN_KV_CACHE_BYTES = 2 * GIB
-# The share of the memory behind the weights: activations, adapters, prompts and other programs need the rest.
+# The KV cache's share of the memory that the weights leave.  Activations, adapters, prompts and other programs need the rest.
 KV_SHARE = 0.5
-# The memory of the interpreter, torch and the activations of a step, in each process that computes.
+# Estimated memory of the interpreter, torch and the activations of a step, in each process that computes.
 PROGRAM_BYTES = 384 * 2**20
-# A shorter context is not useful, so an engine without memory for it does not start unless the user asks for it.
+# The shortest useful context: an engine without memory for it does not start, unless the user asks for a shorter one.
 LEAST_CONTEXT = 1024
-# The size of weights that are rounded at load, as a share of bfloat16.  The embedding is not rounded.
+# The size of a model with rounded weights relative to bfloat16.  The embedding is not rounded.
 ROUNDED_SHARES = {"int8": 0.55, "int4": 0.36}
 COMPRESSED_SHARE = 0.77
-# Estimates of weights are too high by at most this factor.
+# The true size of the weights is at least this share of the estimate.
 SURE_SHARE = 0.85
 MORE = "kv_cache_memory_bytes (--kv-cache-memory-bytes)"
 
@@ -112,7 +111,7 @@ class Sizes(NamedTuple):
     block_size: int
     # The bytes of one token's keys and values in one worker.
     token_bytes: int | None
-    # The part of them in layers without a window.  The other layers keep few tokens of a long sequence.
+    # The share of `token_bytes` in layers without a window.  Layers with a window store few tokens of a long sequence.
     lasting_share: float
     # The bytes of the weights of all replicas on this machine.
     weight_bytes: int
@@ -121,11 +120,7 @@ class Sizes(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The context length, and the memory for it.
-
-    It is the answer to a question that users rarely decide themselves: how much of the machine's
-    memory the KV cache takes, given the weights.
-    """
+    """The context length, and the memory of the KV cache."""
 
     max_model_len: int
     kv_cache_bytes: int | None  # bytes of each worker
@@ -147,7 +142,7 @@ def choose_context(args: EngineArgs, sizes: Sizes, kv_cache_bytes: int | None) -
         return Context(given, kv_cache_bytes, False)
     num_blocks = args.num_gpu_blocks_override
     if num_blocks is None and sizes.token_bytes and kv_cache_bytes:
-        # The devices shorten the length to what fits together with the windows.
+        # Layers with a window need little more memory; the devices shorten the length further if it does not fit.
         lasting_bytes = max(1, int(sizes.token_bytes * sizes.lasting_share))
         num_blocks = kv_cache_bytes // (lasting_bytes * sizes.block_size)
     fits = sizes.longest if num_blocks is None else num_blocks * sizes.block_size
@@ -157,7 +152,7 @@ def choose_context(args: EngineArgs, sizes: Sizes, kv_cache_bytes: int | None) -
 def default_kv_cache_bytes(args: EngineArgs, sizes: Sizes, available: int | None) -> int:
     """Choose the memory of each worker's KV cache on a CPU.
 
-    It is half of the memory that the weights leave, or all of it if the requested or the least context needs it.
+    It is half of the memory that the weights leave, or up to all of it if the requested context, or `LEAST_CONTEXT`, needs more.
 
     Args:
         available: bytes that the machine can provide, or None if the system does not report it.
@@ -176,15 +171,15 @@ def default_kv_cache_bytes(args: EngineArgs, sizes: Sizes, available: int | None
         raise invalid(
             "model",
             f"the weights take about {_gb(sizes.weight_bytes)}, the program {_gb(sizes.num_workers * PROGRAM_BYTES)} "
-            f"and a context of {least:,} tokens {_gb(sizes.num_workers * needed)}, but this machine can give "
-            f"{_gb(available)}: take a smaller or a quantised model, free memory, or set {MORE} to start anyway",
+            f"and a context of {least:,} tokens {_gb(sizes.num_workers * needed)}, but this machine has only "
+            f"{_gb(available)} available: use a smaller or quantized model, free memory, or set {MORE} to start anyway",
             args.model,
         )
     return max(int(room * KV_SHARE), min(needed, room), 1)
 
 
 def check_weights_fit(args: EngineArgs, weight_bytes: int, available: int | None) -> None:
-    """Check that the weights are not certainly larger than memory; the system would kill the process.
+    """Refuse weights that certainly exceed memory, because the system would kill the process during the load.
 
     Args:
         available: bytes that the machine can provide, including swap, or None if the system does not report it.
@@ -195,8 +190,8 @@ def check_weights_fit(args: EngineArgs, weight_bytes: int, available: int | None
     if available is not None and weight_bytes * SURE_SHARE > available:
         raise invalid(
             "model",
-            f"the weights take about {_gb(weight_bytes)}, but this machine can give {_gb(available)}: "
-            "take a smaller or a quantised model, or quantization='int4' (--quantization int4)",
+            f"the weights take about {_gb(weight_bytes)}, but this machine has only {_gb(available)} available: "
+            "use a smaller or quantized model, or quantization='int4' (--quantization int4)",
             args.model,
         )
 
@@ -274,7 +269,7 @@ def _gguf_bytes(path: Path, dtype: str) -> int:
         plain = ITEM_BYTES[dtype]
         held = tensor.type.held if dtype == "bfloat16" and tensor.type.length > 1 else plain
         if name == "token_embd.weight":
-            # Rows are read from a plain table; the head multiplies with integers.
+            # The embedding stays a plain table; the head is stored as integers, also if both are the same tensor.
             held = held + plain if is_tied else plain
         size += math.prod(tensor.shape) * held
     return int(size)
@@ -337,7 +332,7 @@ def with_state_rows(config: EngineConfig, num_rows: int) -> EngineConfig:
     """Lower the number of running sequences to the recurrent states that the devices can hold.
 
     Args:
-        num_rows: states of running sequences; 0 if the model keeps none.
+        num_rows: the number of sequences whose recurrent states fit; 0 for a model without such states.
     """
     scheduler = config.scheduler
     if not num_rows or num_rows >= scheduler.max_num_seqs:
@@ -350,12 +345,12 @@ def with_state_rows(config: EngineConfig, num_rows: int) -> EngineConfig:
 
 
 def states_line(config: EngineConfig, num_rows: int, row_bytes: int) -> str | None:
-    """Describe a number of sequences that their recurrent states limit.  Returns None if they do not."""
+    """Describe how recurrent states limit the number of running sequences.  Returns None if they do not."""
     if not num_rows or num_rows >= config.scheduler.max_num_seqs:
         return None
     return (
-        f"states take {row_bytes / 1e6:.3g} MB a sequence: at most {num_rows} run at once; "
-        "--kv-cache-memory-bytes for more"
+        f"recurrent states take {row_bytes / 1e6:.3g} MB per sequence: at most {num_rows} sequences run at once; "
+        "increase --kv-cache-memory-bytes for more"
     )
 
 
@@ -365,9 +360,9 @@ def context_line(config: EngineConfig, longest: int | None = None) -> str | None
     if not config.is_length_open or config.pooler is not None or length >= whole:
         return None
     if length == longest:
-        why = "beyond it the model's code makes one sequence depend on the length of others"
+        why = "in a longer one the model's code makes a sequence depend on the length of others"
     elif config.device == "cuda":
-        why = "more do not fit the memory for the KV cache; --gpu-memory-utilization for more"
+        why = "a longer one does not fit the KV cache; increase --gpu-memory-utilization"
     else:
-        why = "more do not fit the memory for the KV cache; --kv-cache-memory-bytes for more"
+        why = "a longer one does not fit the KV cache; increase --kv-cache-memory-bytes"
     return f"context {length:,} of {whole:,} tokens: {why}"

@@ -23,7 +23,7 @@ LEAST_CAPABILITY = 8
 
 
 def choose_device(wanted: str, *, pools: bool = False) -> DeviceKind:
-    """Return the device that `wanted` names, or the best one for auto.
+    """Return the device named by `wanted`; for `auto` a usable GPU, else the CPU.
 
     Args:
         pools: whether the model pools, which only the CPU supports.
@@ -43,7 +43,9 @@ def choose_device(wanted: str, *, pools: bool = False) -> DeviceKind:
     if wanted == "cpu":
         return "cpu"
     if pools:
-        raise UnsupportedFeatureError("device='cuda': models that pool run on the CPU")
+        raise UnsupportedFeatureError(
+            "device='cuda': pooling models run on the CPU only; use device='cpu'"
+        )
     if problem := cuda_problem():
         raise TrouperValidationError(
             f"there is no usable CUDA device: {problem}", parameter="device", value=wanted
@@ -52,19 +54,19 @@ def choose_device(wanted: str, *, pools: bool = False) -> DeviceKind:
 
 
 def choose_device_worker(wanted: str, *, can_be_chosen: bool) -> DeviceWorker:
-    """Choose whether the model runs in this process or in its own.
+    """Choose whether the model runs in this process or in a worker process.
 
     Args:
         wanted: auto, inline or process.
         can_be_chosen: whether `auto` may choose a process.
 
     Raises:
-        UnsupportedFeatureError: "process" on a system without memory files.
+        UnsupportedFeatureError: "process" on a system without `memfd_create`.
     """
     has_memory_files = hasattr(os, "memfd_create")
     if wanted == "process" and not has_memory_files:
         raise UnsupportedFeatureError(
-            "device_worker='process': not on this system, which has no memory files",
+            "device_worker='process': this system has no shared memory files (memfd_create); use 'inline'",
             parameter="device_worker",
         )
     if wanted == "auto":
@@ -75,8 +77,8 @@ def choose_device_worker(wanted: str, *, can_be_chosen: bool) -> DeviceWorker:
 def cuda_problem() -> str | None:
     """Return the reason why no GPU can be used, or None if one can.
 
-    Checks torch's build, Triton and the driver without importing torch.  The text is a sentence for users, with a
-    command that mends the problem if one exists.
+    Checks torch's build, Triton and the driver without importing torch.  The reason is a clause for error messages, with a
+    command that solves the problem if one exists.
     """
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
@@ -100,7 +102,7 @@ def check_num_devices(name: str, wanted: int) -> None:
     """
     found = num_devices()
     if wanted > found:
-        rule = f"each has a GPU of its own, and {found} can be seen (CUDA_VISIBLE_DEVICES); device='cpu' needs none"
+        rule = f"needs a GPU for each, but {found} are visible (see CUDA_VISIBLE_DEVICES); device='cpu' needs none"
         raise invalid(name, rule, wanted)
 
 
@@ -120,11 +122,13 @@ def _driver_problem() -> str | None:
         return "the NVIDIA driver is not installed"
     count, status = _count(driver)
     if not count:
-        return f"the NVIDIA driver shows no device (CUDA_VISIBLE_DEVICES, or error {status})"
+        return (
+            f"the NVIDIA driver shows no device (see CUDA_VISIBLE_DEVICES; driver status {status})"
+        )
     major = ctypes.c_int()
     driver.cuDeviceGetAttribute(ctypes.byref(major), COMPUTE_CAPABILITY_MAJOR, 0)
     if major.value < LEAST_CAPABILITY:
-        return f"its compute capability is {major.value}.x, and {LEAST_CAPABILITY}.0 is needed"
+        return f"its compute capability is {major.value}.x, but {LEAST_CAPABILITY}.0 is needed"
     return None
 
 

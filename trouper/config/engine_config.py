@@ -21,8 +21,8 @@ from trouper.config.speculation import SpeculativeConfig
 from trouper.config.tier import TierConfig
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError, invalid
 
-# Beyond this size the system provides new memory for each layer's activations: 16 prompts of 1,024 tokens take 1.2 times as
-# long.
+# In larger steps the allocator requests new memory from the system for the activations of each layer, and 16 prompts of 1,024
+# tokens take 1.2 times as long.
 CPU_STEP_TOKENS = 1024
 
 
@@ -30,7 +30,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The part of the plan that the scheduling policy uses.
 
     The policy is pure, so these limits and the requests determine every decision.  The defaults
-    serve tests of the policy only.
+    are for tests of the policy only.
     """
 
     max_model_len: int = 8192
@@ -46,14 +46,14 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     watermark: float = 0.0
     enable_prefix_caching: bool = True
     max_steps_in_flight: int = 1
-    # The longest duration of a step; None learns it, and 0 allows any duration, in the order of arrival.
+    # Target of a step's duration in milliseconds; None learns it, and 0 sets no limit and computes prompts in order of arrival.
     max_step_ms: int | None = 0
     num_stages: int = 1  # of the pipeline
-    # The number of adapters among the running sequences; None allows any number.
+    # The maximum number of different adapters among the running sequences; None sets no limit.
     max_loras: int | None = None
-    # The number of drafts of one sequence that a step may verify.
+    # The maximum number of draft tokens of one sequence that a step verifies.
     num_speculative_tokens: int = 0
-    # Seconds of a step in which images may be encoded beside streams; 0 encodes each image at once.
+    # Seconds of a step that images may take while streams run; 0 encodes each image in one step.
     encode_s: float = 0.0
     seed: int = 0
 
@@ -105,11 +105,12 @@ def scheduler_config(
 def with_drafts(
     args: EngineArgs, scheduler: SchedulerConfig, speculation: SpeculativeConfig
 ) -> SchedulerConfig:
-    """Add the drafts of speculative decoding to the limits.  Raises UnsupportedFeatureError for several workers."""
+    """Add the drafts of speculative decoding to the limits.  Raises UnsupportedFeatureError if workers share the model."""
     for name in ("pipeline_parallel_size", "tensor_parallel_size"):
         if (size := getattr(args, name)) > 1:
             raise UnsupportedFeatureError(
-                f"speculative_config: not with {name}={size}", parameter="speculative_config"
+                f"speculative_config cannot be combined with {name}={size}",
+                parameter="speculative_config",
             )
     return msgspec.structs.replace(
         scheduler,
@@ -159,12 +160,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str | None  # a folder, or None for token ids only
     dtype: str
     load_format: str
-    # The folder of Python code that may run, if any.
+    # The folder of the model's own Python code, if it may run.
     code_path: str | None = None
     model_impl: str = "auto"  # trouper, transformers; auto prefers trouper
     device: DeviceKind = "cpu"
     device_worker: DeviceWorker = "inline"
-    # The number of restarts within the window, for losses that no request explains.
+    # The number of restarts within the window, for worker deaths that no request explains.
     max_worker_restarts: int = 3
     worker_restart_window_s: float = 300.0
     # None learns the limit from earlier steps.
@@ -179,16 +180,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     layer_partition: tuple[int, ...] | None = None  # layers by stage, or None for equal cost
     # The processors of each worker, or None for those of this process.
     cpu_bind: CpuBind | None = None
-    # Whether a request's bits must not depend on its batch.
+    # Whether results must be bit-identical in any batch.
     batch_invariant: bool = False
     # The sizes to capture; () uses the device's own, and None captures none.
     graphs: tuple[int, ...] | None = None
     gpu_memory_utilization: float = 0.92  # of the GPU's memory
     seed: int
     max_model_len: int
-    # The user gave no max_model_len, so it is reduced to what the KV cache holds once that is known.
+    # The user set no max_model_len, so it is reduced to what the KV cache holds, once that is known.
     is_length_open: bool = False
-    # The user gave no max_num_seqs, so it is reduced to the number of recurrent states that fit.
+    # The user set no max_num_seqs, so it is reduced to the number of recurrent states that fit.
     is_num_seqs_open: bool = False
     max_logprobs: int
     renderer_num_workers: int
@@ -200,14 +201,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     stream_interval: int
     chat_template: str | None
     structured_outputs: StructuredOutputsConfig = StructuredOutputsConfig()
-    reasoning: Marks | None = None  # if an option names them
+    # The marks of `reasoning_config`, or None to detect them from the chat template.
+    reasoning: Marks | None = None
     enable_prompt_embeds: bool = False
-    # None for a model that takes no images, with the reason.
+    # None if requests with media are refused; `no_media` is the reason.
     media: MediaConfig | None = None
     no_media: str = NO_IMAGES
     shutdown_timeout_s: float
     quantization: Quantization = None  # of weights, at load
-    # Whether to store bfloat16 in twelve bits if the machine supports it.
+    # Whether to store bfloat16 weights in 12 bits if the machine supports it.
     compress_weights: bool = False
     enforce_eager: bool = False  # disables recorded decode steps
     render_timeout_s: float = 30.0  # for one prompt
@@ -228,7 +230,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shown_name(self) -> str:
-        """The model's name in metrics and traces, where a path would only describe this machine."""
+        """The model's name in metrics and traces.  It contains no path, because paths depend on the machine."""
         if self.served_names:
             return self.served_names[0]
         name = self.model.name
@@ -253,7 +255,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_workers(self) -> int:
-        """The number of processes on a machine that compute at once and share its cores."""
+        """The number of worker processes on a machine, which compute at the same time and share its cores."""
         if self.num_workers_here is not None:
             return self.num_workers_here
         num_nodes = 1 if self.nodes is None else self.nodes.num_nodes
@@ -284,7 +286,7 @@ class FieldsOfConfig(dict[str, Any]):
 
 
 class ModelView:
-    """A model as an engine runs it.  Names that this class lacks are those of trouper's own `ModelConfig`."""
+    """The facts about an engine's model under vLLM's names.  Other attributes are read from trouper's `ModelConfig`."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._model = config.model
@@ -304,7 +306,7 @@ class ModelView:
         self.hf_text_config = FieldsOfConfig(config.model.hf_config)
 
     def __getattr__(self, name: str) -> Any:
-        # A copy under construction has no model yet.
+        # `copy` and `pickle` ask for private attributes before the model is set.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._model, name)
@@ -335,7 +337,7 @@ class ModelView:
 
 
 class ConfigView:
-    """A part of the configuration.  The error for an unknown name names the class to look in."""
+    """A part of the configuration under vLLM's names.  The error for an unknown name lists the existing ones."""
 
     def __init__(self, kind: str, **fields: Any) -> None:
         self.__dict__.update(fields)

@@ -54,11 +54,7 @@ HARMLESS_FIELDS = ("bos_token_id", "pad_token_id", "transformers_version", "_fro
 
 
 class SamplingSource(NamedTuple):
-    """Sampling fields under the names of generation_config.json, and their source.
-
-    `of` names the source in logs, so users see whether a default comes from the model's file, from
-    an option or from vLLM.
-    """
+    """Sampling fields under the names of generation_config.json; `of` describes their source for users."""
 
     fields: dict[str, Any]
     of: str
@@ -90,7 +86,7 @@ def sampling_source(
 def gguf_sampling(header: Gguf) -> dict[str, Any]:
     """Read the sampling fields of a GGUF file.
 
-    llama.cpp's values that disable a field become this engine's.
+    Values with which llama.cpp disables a field are replaced by trouper's.
 
     Raises:
         TrouperValidationError: a key has the wrong type.
@@ -112,7 +108,7 @@ def gguf_sampling(header: Gguf) -> dict[str, Any]:
 
 
 def _gguf_source(header: Gguf | None) -> str:
-    """Name the file as a source, with its keys that have no counterpart here."""
+    """Describe the file as a source, with the names of its keys that have no effect here."""
     assert header is not None
     given = {key: header.metadata.get(GGUF_KEYS + key, idle) for key, idle in GGUF_IDLE.items()}
     left = [GGUF_KEYS + key for key, value in given.items() if value != GGUF_IDLE[key]]
@@ -136,7 +132,7 @@ def read_generation_config(wanted: str, path: Path) -> dict[str, Any]:
 
 
 def check_override(override: Mapping[str, Any]) -> None:
-    """Refuse fields that would have no effect.
+    """Refuse fields of `override_generation_config` that would have no effect.
 
     Raises:
         TrouperValidationError: the message names the field, and a similar existing one.
@@ -187,8 +183,7 @@ def default_sampling(fields: Mapping[str, Any], file: str = GENERATION) -> dict[
 def describe_sampling(params: Mapping[str, Any]) -> str:
     """Describe the sampling for users: the temperature, and every parameter with an effect.
 
-    Parameters at a neutral value are omitted.  For greedy sampling only penalties are listed,
-    because truncation does not change it.
+    For greedy sampling only penalties are listed, because top-k, top-p and min-p do not change it.
     """
     temperature = params.get("temperature", 1.0)
     if temperature < GREEDY_BELOW:
@@ -242,7 +237,10 @@ def structured_outputs_config(given: dict[str, Any] | None) -> StructuredOutputs
     except msgspec.ValidationError as error:
         raise TrouperValidationError(f"{name}: {error}", parameter=name, value=given) from None
     if config.backend in OTHER_BACKENDS:
-        logger.warning("grammars are llguidance's here, not those of %s", config.backend)
+        logger.warning(
+            "structured_outputs_config: llguidance is used instead of the backend %s",
+            config.backend,
+        )
         return msgspec.structs.replace(config, backend="auto")
     if config.backend not in ("auto", "guidance", "none"):
         raise invalid(name, "backend must be auto, guidance or none", config.backend)
@@ -260,6 +258,6 @@ def reasoning_marks(given: dict[str, Any] | None) -> Marks | None:
     marks = [given.get(key) for key in REASONING_KEYS]
     is_named = all(isinstance(mark, str) and mark.strip() for mark in marks)
     if not is_named or given.keys() - set(REASONING_KEYS):
-        rule = f"must have the texts {' and '.join(REASONING_KEYS)}, and nothing else"
+        rule = f"must have exactly the keys {' and '.join(REASONING_KEYS)}, with nonempty texts"
         raise invalid("reasoning_config", rule, given)
     return str(marks[0]), str(marks[1])

@@ -1,7 +1,7 @@
-"""Decide which models take images or audio, the options about them, and the URLs that the engine may read.  Without torch.
+"""Decide whether a model takes images or audio, and which URLs the engine may read, without torch.
 
-A model takes images, or recordings, if trouper knows its family, if its folder contains the configuration of a processor, and if
-the extra `vision` or `audio` is installed.  Otherwise only its text model is served, and a request with media is refused with the reason.
+A model takes images or recordings if trouper supports its family, its folder contains the configuration of a processor, and the
+extra `vision` or `audio` is installed.  Otherwise only its text model is served, and a request with media is refused with the reason.
 
 `data:` URLs are always read.  Other URLs must name one of the allowed hosts, or a file in the allowed folder.
 """
@@ -21,7 +21,7 @@ from trouper.config.model import ModelConfig
 from trouper.errors import UnsupportedFeatureError, invalid
 from trouper.extras import install_hint
 
-# A name of at least two labels, optionally with a port.  `*.` in front admits its subdomains.
+# A host name of at least two labels, optionally with a port.  A leading `*.` allows its subdomains.
 DOMAIN = re.compile(
     r"(\*\.)?((?!-)[a-z0-9-]{1,63}(?<!-))(\.(?!-)[a-z0-9-]{1,63}(?<!-))*(:[0-9]{1,5})?\Z"
 )
@@ -29,13 +29,13 @@ ANY = "*"
 
 
 class MediaSources(msgspec.Struct, frozen=True):
-    """The places from which files of requests are read.
+    """The sources from which the media of requests may be read, besides `data:` URLs.
 
     Attributes:
-        domains: names of hosts; `*.x` admits the subdomains of x, and `*` every name.  `x:8443` admits only this port.
-        folder: `file:` URLs below it are read; empty for none.
-        allows_http: `http:` URLs are fetched, too.
-        allows_private: the hosts may have addresses of private networks.
+        domains: host names; `*.x` allows the subdomains of x, `*` any host, and `x:8443` only this port.
+        folder: `file:` URLs below this folder are allowed; empty allows none.
+        allows_http: whether `http:` URLs are allowed, in addition to `https:`.
+        allows_private: whether hosts may have addresses of private networks.
     """
 
     domains: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ def media_sources(args: EngineArgs) -> MediaSources:
     """Read the options about URLs.
 
     Raises:
-        TrouperValidationError: a domain is no name of a host, or the folder does not exist.
+        TrouperValidationError: a domain is not a host name, or the folder does not exist.
     """
     return MediaSources(
         domains=_domains(args.allowed_media_domains),
@@ -63,14 +63,14 @@ def _domains(given: Any) -> tuple[str, ...]:
     if given is None:
         return ()
     if isinstance(given, str) or not isinstance(given, Sequence):
-        raise invalid(name, "must be a list of names of hosts", repr(cast("Any", given)))
+        raise invalid(name, "must be a list of host names", repr(cast("Any", given)))
     domains: list[str] = []
     for domain in cast("Sequence[Any]", given):
         if not isinstance(domain, str):
-            raise invalid(name, "must be a list of names of hosts", repr(domain))
+            raise invalid(name, "must be a list of host names", repr(domain))
         domain = domain.lower()
         if domain != ANY and not DOMAIN.match(domain):
-            rule = "must be a name such as images.example.org, *.example.org, images.example.org:8443 or *"
+            rule = "must be a host name such as images.example.org, *.example.org, images.example.org:8443 or *"
             raise invalid(name, rule, domain)
         domains.append(domain)
     return tuple(domains)
@@ -88,17 +88,17 @@ def _folder(given: Any) -> str:
     return str(path.resolve())
 
 
-# vLLM allows 999, each of which may have thousands of tokens.
+# Maximum number of items in a prompt.  vLLM allows 999, but each may take thousands of tokens.
 MAX_ITEMS = 32
 GIB = 2**30
 NO_IMAGES = "this model takes no images"
 IMAGE = "image"
 AUDIO = "audio"
-# What transformers assumes if a config.json of Gemma 3 lacks the number of tokens of an image.
+# Default of transformers for the number of tokens of an image, if a config.json of Gemma 3 lacks it.
 GEMMA_IMAGE = 256
-# What errors call several items of a modality.
+# Names of the items of a modality in errors.
 ITEMS = {IMAGE: "images", AUDIO: "recordings"}
-# Where images are decoded and processed: a thread cannot be stopped, and its memory is the engine's.
+# Where images are decoded and processed.  A process can be stopped and its memory limited, a thread cannot.
 WORKPLACES = ("process", "thread")
 MODALITIES: tuple[str, ...] = (IMAGE, AUDIO, "video")
 # Packages of the extras, by modality.
@@ -109,16 +109,17 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 class MediaFamily(NamedTuple):
-    """How transformers computes one family of models.
+    """The properties of a family of models in transformers.
 
     Attributes:
         processor: its class for prompts with images; unused for audio.
-        inputs: the arguments of the tower, as far as the processor returns them.
-        has_grids: rows have positions in time, height and width (M-RoPE).
-        library: the folder of the library that contains the processor, if it is not named like the family.
-        modality: what the model takes besides text.
-        spans: the tokens that see each other: those of one `image`, or all of a `prompt` with images; empty for none.
-        placeholder: the field of config.json with the token that marks an image in a prompt, if it is not the token of rows.
+        inputs: those outputs of the processor that are arguments of the tower.
+        has_grids: whether rows have positions in time, height and width (M-RoPE).
+        library: the folder of transformers with the processor, if it is not named like the family.
+        modality: the kind of media that the model takes.
+        spans: which tokens see each other: those of one `image`, or all of a `prompt` with images; empty for causal attention.
+        placeholder: the field of config.json with the token that marks an image in a prompt, if it differs from the token of
+            the image's rows.
     """
 
     processor: str
@@ -154,10 +155,10 @@ FAMILIES = {
     "mistral3": MediaFamily("PixtralProcessor", _TILED),
     "gemma3": MediaFamily("Gemma3Processor", _PIXELS, spans="image", placeholder="boi_token_index"),
     "paligemma": MediaFamily("PaliGemmaProcessor", _PIXELS, spans="prompt"),
-    # Their positions are plain: the library does not pass on the places of an image.
+    # Without grids: transformers does not pass the grid of an image on to these models.
     "colqwen2": MediaFamily("Qwen2VLProcessor", _GRIDS, library="qwen2_vl"),
     "colpali": MediaFamily("PaliGemmaProcessor", _PIXELS, library="paligemma"),
-    # With two towers an image is a prompt of its own, without a text in its place.
+    # With two towers, an image is a prompt of its own, without text.
     "clip": MediaFamily("", _PIXELS),
     "siglip": MediaFamily("", _PIXELS),
     "siglip2": MediaFamily("", ("pixel_values", "pixel_attention_mask", "spatial_shapes")),
@@ -170,22 +171,22 @@ PIXTRAL = "pixtral"
 
 
 class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The images or recordings that an engine takes."""
+    """How an engine reads images or recordings."""
 
     model_type: str
     folder: str
-    # The token in whose place a row of the tower is used.
+    # The token whose embedding is replaced by a row of the tower.
     row_token_id: int
     # The token that marks an image in a prompt.
     placeholder_id: int
-    # The most images or recordings of one prompt.
+    # The maximum number of images or recordings in one prompt.
     max_items: int
     processor_cache_bytes: int
     encoder_cache_bytes: int
     processor_kwargs: dict[str, Any]
-    # Whether files are decoded in a process of their own, or else in the threads of renderers.
+    # Whether files are decoded in a separate process, instead of the renderers' threads.
     in_process: bool = True
-    # Patches of a side that the projector merges into one row.
+    # The projector merges this number of patches, squared, into one row.
     merge_size: int = 1
     # Whether the tower is Pixtral's.
     is_pixtral: bool = False
@@ -193,17 +194,17 @@ class MediaConfig(msgspec.Struct, frozen=True, kw_only=True):
     sources: MediaSources = MediaSources()
     # Whether an image is a whole prompt, as one token.
     has_two_towers: bool = False
-    # The tokens of an image if they see each other, so that one step computes all of them.  0 for other families.
+    # The number of tokens of an image, if they see each other and so must be computed in one step.  0 for other families.
     num_image_tokens: int = 0
 
     @property
     def family(self) -> MediaFamily:
-        """Return what distinguishes the family of the model."""
+        """Return the properties of the model's family."""
         return FAMILIES["mistral3" if self.is_pixtral else self.model_type]
 
     @property
     def modality(self) -> str:
-        """Return what the model takes besides text: images or audio."""
+        """Return the kind of media that the model takes: `image` or `audio`."""
         return self.family.modality
 
 
@@ -216,8 +217,8 @@ def media_config(
         The configuration, or None and the reason why a request with them is refused.
 
     Raises:
-        TrouperValidationError: an option about media has a wrong value, or is for a processor and the model has none.
-        UnsupportedFeatureError: an option asks for what is not built.
+        TrouperValidationError: an option about media has an invalid value, or configures a processor that the model lacks.
+        UnsupportedFeatureError: an option selects an unsupported feature.
     """
     limits = _limits(args)
     if args.media_processor not in WORKPLACES:
@@ -236,7 +237,7 @@ def media_config(
             f"{_shown(modality)} {verb} turned off (limit_mm_per_prompt or language_model_only)"
         )
     if kwargs and reason is not None:
-        rule = f"cannot be used, because no processor is: {reason}; leave it out"
+        rule = f"has no effect, because no processor is used: {reason}; leave it out"
         raise invalid("mm_processor_kwargs", rule, kwargs)
     if reason is not None:
         return None, reason
@@ -244,7 +245,7 @@ def media_config(
     name = f"{modality}_token_id"
     token_id = 0 if has_two_towers else raw.get(name, raw.get(f"{modality}_token_index"))
     if not isinstance(token_id, int) or not 0 <= token_id < model.vocab_size:
-        return None, f"config.json has no {name} below vocab_size, {model.vocab_size}"
+        return None, f"config.json has no {name} below vocab_size ({model.vocab_size})"
     vision: dict[str, Any] = raw.get("vision_config") or {}
     return MediaConfig(
         model_type=kind,
@@ -267,7 +268,7 @@ def media_config(
 
 
 def modality_of(source_config: Mapping[str, Any]) -> str:
-    """Return what a model's tower takes.  For a model without a tower it is the usual one."""
+    """Return the modality of a model's tower, or `image` for a model without a tower."""
     family = FAMILIES.get(str(source_config.get("model_type")))
     if family is not None:
         return family.modality
@@ -289,9 +290,9 @@ def _reason(args: EngineArgs, model: ModelConfig, kind: str, device: str) -> str
             return NO_IMAGES
         return f"{what} not supported for {kind!r}; supported: {known}"
     if device != "cpu":
-        return f"{what} not supported on a GPU yet; device='cpu' has them"
+        return f"{what} not supported on a GPU yet; use device='cpu'"
     if args.skip_tokenizer_init:
-        return f"{_shown(modality)} cannot be used without the tokenizer, which skip_tokenizer_init leaves out"
+        return f"{what} not supported with skip_tokenizer_init, because placing them needs the tokenizer"
     if args.speculative_config and args.speculative_config.get("model"):
         return f"{what} not supported with a draft model"
     if args.pipeline_parallel_size > 1 or args.tensor_parallel_size > 1:
@@ -299,7 +300,7 @@ def _reason(args: EngineArgs, model: ModelConfig, kind: str, device: str) -> str
     if not any((Path(model.path) / name).is_file() for name in PROCESSOR_FILES):
         return f"the model folder has no {PROCESSOR_FILES[0]}, which describes the processor of {_shown(modality)}"
     if any(importlib.util.find_spec(name) is None for name in PACKAGES[modality]):
-        return f"{what} read with packages that are missing: {install_hint(EXTRAS[modality])}"
+        return f"{what} not supported without optional packages: {install_hint(EXTRAS[modality])}"
     return None
 
 
@@ -313,7 +314,7 @@ def _limits(args: EngineArgs) -> dict[str, int]:
     name = "limit_mm_per_prompt"
     for modality, limit in _mapping(name, given).items():
         if modality not in MODALITIES:
-            raise invalid(name, f"{modality!r} is none of {', '.join(MODALITIES)}", given)
+            raise invalid(name, f"{modality!r} is not one of {', '.join(MODALITIES)}", given)
         if isinstance(limit, Mapping):
             options = cast("Mapping[str, Any]", limit)
             if unknown := options.keys() - {"count", "width", "height", "num_frames", "length"}:
@@ -349,8 +350,7 @@ def no_media(modality: str, reason: str, model: str, parameter: str, own: str = 
     """
     what = _shown(modality)
     if reason == NO_IMAGES or modality != own:
-        better = "hears" if modality == AUDIO else "sees"
-        rule = f"the model {model} takes no {what}; send text, or start a model that {better}"
+        rule = f"the model {model} takes no {what}; send text, or serve a model that takes {what}"
         return invalid(parameter, rule)
     text = f"{parameter}: the model {model} takes no {what} here: {reason}"
     return UnsupportedFeatureError(text, parameter=parameter)

@@ -1,8 +1,8 @@
-"""How a model is distributed: pipeline stages, machines, and the processors of each worker.  Pure.
+"""Decide how a model is distributed over processes and machines.  Pure.
 
-stages      a model's layers are cut into stages, one process each; `actors/stages.py` has their rules
-machines    which machines an engine has, and how their workers are started
-processors  which processors each worker process uses, if the environment binds them
+stages      how the layers are divided into pipeline stages, one process each
+machines    which machines an engine uses, and how their workers are started
+processors  which processors each worker process may use, if the environment binds them
 """
 
 import importlib.metadata
@@ -65,12 +65,12 @@ def split_layers(
         partition: numbers of layers by stage, instead of a search.
 
     Raises:
-        TrouperValidationError: more stages than layers, or a partition that does not fit.
+        TrouperValidationError: there are more stages than layers, or the partition does not match them.
     """
     num_layers = len(layer_costs)
     if not 1 <= num_stages <= num_layers:
         raise TrouperValidationError(
-            f"{num_layers} layers, {num_stages} stages: each stage needs a layer",
+            f"the model has {num_layers} layers, too few for {num_stages} stages; each stage needs at least one",
             parameter="pipeline_parallel_size",
             value=num_stages,
         )
@@ -93,7 +93,7 @@ def split_layers(
 def read_partition(text: str) -> tuple[int, ...]:
     """Parse the numbers of layers by stage, as in "10,18".
 
-    Their sum is compared with the model's layers elsewhere.
+    `split_layers` checks that their sum is the number of the model's layers.
 
     Raises:
 
@@ -112,7 +112,7 @@ def _cheapest_partition(
 ) -> tuple[int, ...]:
     """Minimise the cost of the most expensive stage by dynamic programming over (stages, layers).
 
-    Ties are resolved by the smaller sum of squares, so that no stage has less than its share without need.
+    Among equal maxima the smallest sum of squares wins, which keeps the other stages balanced, too.
     """
     num_layers = len(costs)
     sums = [0.0]
@@ -151,10 +151,9 @@ SUPERVISED_ELSEWHERE = ("external_launcher", "torchrun")
 
 
 class NodesConfig(msgspec.Struct, frozen=True):
-    """The machines of an engine.
+    """The machines of an engine, each with the same number of stages.
 
-    Each machine runs an equal number of the stages.  The coordinator, with rank 0, schedules and
-    serves; the others only host workers.
+    The coordinator (rank 0) schedules and serves; the others only host workers.
     """
 
     backend: Backend
@@ -169,7 +168,7 @@ class NodesConfig(msgspec.Struct, frozen=True):
     cpus_per_worker: int = 1
 
     def node_of(self, stage: int, num_stages: int) -> int:
-        """Return the machine of a stage, numbered over all replicas.  All machines have the same number of consecutive stages."""
+        """Return the machine that runs a stage.  Stages are numbered over all replicas; each machine runs consecutive ones."""
         return stage * self.num_nodes // num_stages
 
 
@@ -177,48 +176,48 @@ def nodes_config(args: EngineArgs, device: str) -> NodesConfig | None:
     """Check the options about several machines.  Returns None if all workers are on this one.
 
     Raises:
-        TrouperValidationError: numbers that contradict each other, or a missing key; the message names the option.
-        UnsupportedFeatureError: an unknown launcher, or one that the device does not support.
+        TrouperValidationError: two options contradict each other, or the shared secret is missing; the message names the option.
+        UnsupportedFeatureError: the launcher is unknown, or the device does not support it.
     """
     backend, num_nodes, rank = args.distributed_executor_backend, args.nnodes, args.node_rank
     _check_backend(backend)
     if rank >= num_nodes:
-        raise invalid("node_rank", f"must be below nnodes, which is {num_nodes}", rank)
+        raise invalid("node_rank", f"must be below nnodes ({num_nodes})", rank)
     if backend != "ray" and num_nodes == 1:
         return None
     name = "distributed_executor_backend" if backend == "ray" else "nnodes"
     if device != "cpu":
         raise UnsupportedFeatureError(
-            f"{name}: not on a GPU yet; device='cpu' has it", parameter=name
+            f"{name} is not supported on a GPU yet; use device='cpu'", parameter=name
         )
     if args.device_worker == "inline":
         raise invalid("device_worker", f"must be auto or process with {name}", args.device_worker)
     if backend == "ray":
         _check_ray()
         if num_nodes > 1:
-            raise invalid("nnodes", "must be 1 with Ray, which has machines of its own", num_nodes)
+            raise invalid(
+                "nnodes", "must be 1 with Ray, which chooses the machines itself", num_nodes
+            )
         return NodesConfig("ray", cpus_per_worker=_cpus_per_worker())
     num_stages = args.pipeline_parallel_size * args.data_parallel_size
     if num_stages % num_nodes and num_stages * args.tensor_parallel_size % num_nodes == 0:
         raise UnsupportedFeatureError(
-            f"nnodes={num_nodes}: the ranks of tensor_parallel_size={args.tensor_parallel_size} share memory, so they cannot "
-            "be on several machines; stages (pipeline_parallel_size) can",
+            f"nnodes={num_nodes}: the ranks of tensor_parallel_size={args.tensor_parallel_size} share memory, so they must be "
+            "on one machine; use pipeline_parallel_size across machines",
             parameter="tensor_parallel_size",
         )
     if num_stages % num_nodes:
-        rule = (
-            f"pipeline_parallel_size x data_parallel_size, {num_stages}, must be a multiple of it"
-        )
+        rule = f"must divide pipeline_parallel_size x data_parallel_size, which is {num_stages}"
         raise invalid("nnodes", rule, num_nodes)
     if is_every_address(args.master_addr):
-        rule = "must be one address of machine 0, by which the others reach it"
+        rule = "must be the address at which the other machines reach machine 0"
         raise invalid("master_addr", rule, args.master_addr)
     cluster_key()
     return NodesConfig("mp", num_nodes, rank, args.master_addr, args.master_port)
 
 
 def is_every_address(address: str) -> bool:
-    """Return whether a numeric address, in any notation, means all addresses of a machine."""
+    """Return whether an address is the unspecified address (0.0.0.0 or ::), in any notation."""
     address = address.strip()
     try:
         # This parser also accepts 0, 0x0 and 0.0, like `bind`.
@@ -242,8 +241,8 @@ def cluster_key() -> bytes:
     key = os.environ.get(CLUSTER_KEY, "")
     if len(key) < MIN_KEY_LENGTH:
         raise TrouperValidationError(
-            f"{CLUSTER_KEY}: several machines need a secret of at least {MIN_KEY_LENGTH} characters "
-            "in this variable, the same on each: openssl rand -hex 24",
+            f"{CLUSTER_KEY}: set this variable to the same secret of at least {MIN_KEY_LENGTH} characters "
+            "on each machine, for example from `openssl rand -hex 24`",
             parameter=CLUSTER_KEY,
         )
     return key.encode()
@@ -253,7 +252,7 @@ def _cpus_per_worker() -> int:
     text = os.environ.get(RAY_CPUS, "1")
     if not (text.isdecimal() and 0 < len(text) < 6 and int(text) > 0):
         raise TrouperValidationError(
-            f"{RAY_CPUS}: must be a number of processors above 0", parameter=RAY_CPUS, value=text
+            f"{RAY_CPUS}: must be a positive number of processors", parameter=RAY_CPUS, value=text
         )
     return int(text)
 
@@ -261,7 +260,7 @@ def _cpus_per_worker() -> int:
 def _check_backend(backend: str | None) -> None:
     if backend in SUPERVISED_ELSEWHERE:
         raise UnsupportedFeatureError(
-            f"distributed_executor_backend={backend!r}: nothing would start its workers again; use mp or ray",
+            f"distributed_executor_backend={backend!r} is not supported, because lost workers could not be restarted; use mp or ray",
             parameter="distributed_executor_backend",
         )
     if backend not in BACKENDS:
@@ -298,7 +297,7 @@ def read_cpu_bind(num_workers: int, *, is_inline: bool) -> CpuBind | None:
         is_inline: whether the model is in the engine's process, which is not bound.
 
     Raises:
-        TrouperValidationError: the text is malformed, or has another number of workers.
+        TrouperValidationError: the text is malformed, or does not match the number of workers.
     """
     text = os.environ.get(CPU_BIND)
     if not text:
@@ -306,11 +305,12 @@ def read_cpu_bind(num_workers: int, *, is_inline: bool) -> CpuBind | None:
     try:
         bind = tuple(tuple(_cpus(part)) for part in text.split("|"))
     except ValueError:
-        raise _problem("must be processors by worker, as in 0-15|16-31", text) from None
+        raise _problem("must list the processors of each worker, as in 0-15|16-31", text) from None
     if is_inline:
-        raise _problem("binds worker processes, and device_worker is inline", text)
+        raise _problem("has no effect with device_worker='inline'; it binds worker processes", text)
     if len(bind) != num_workers:
-        raise _problem(f"has processors of {len(bind)} workers, and there are {num_workers}", text)
+        rule = f"lists the processors of {len(bind)} workers, but there are {num_workers}"
+        raise _problem(rule, text)
     return bind
 
 
@@ -337,21 +337,21 @@ def check_workers(
     if number == 1:
         return number
     missing = (
-        "not of a model that pools" if pooler is not None and name != "data_parallel_size"
-        else "not on a GPU yet; device='cpu' has it" if device == "cuda" and name not in ON_GPUS
-        else "not on this system, which has no memory files" if not hasattr(os, "memfd_create")
+        "not supported for pooling models" if pooler is not None and name != "data_parallel_size"
+        else "not supported on a GPU yet; use device='cpu'" if device == "cuda" and name not in ON_GPUS
+        else "this system has no shared memory files (memfd_create)" if not hasattr(os, "memfd_create")
         else None
     )  # fmt: skip
     if missing is not None:
         raise UnsupportedFeatureError(f"{name}={number}: {missing}", parameter=name)
     if args.device_worker == "inline":
-        rule = f"must be auto or process where {name} is {number}"
+        rule = f"must be auto or process with {name}={number}"
         raise invalid("device_worker", rule, args.device_worker)
     return number
 
 
 def layer_partition(args: EngineArgs, model: ModelConfig) -> tuple[int, ...] | None:
-    """Check that the model can be cut into the stages.  Returns the partition from the environment, if it has one."""
+    """Check that the model has layers for all stages.  Returns the partition of the environment variable, or None."""
     num_stages = args.pipeline_parallel_size
     if num_stages == 1:
         return None

@@ -54,19 +54,19 @@ from trouper.config.speculation import draft_model, speculative_config
 from trouper.config.tier import tier_config
 from trouper.errors import UnsupportedFeatureError, invalid
 
-# At a block size of 128 a decode kernel of the CPU reads at twice the bandwidth of 16.
+# The CPU's decode kernel reads blocks of 128 tokens at twice the bandwidth of blocks of 16.
 DEFAULT_BLOCK_SIZES: dict[DeviceKind, int] = {"cpu": 128, "cuda": 16}
-# A recurrent state is saved at a block boundary, so a prefix of a few hundred tokens needs small blocks to be found nearly whole.
+# Recurrent states are saved at block boundaries only, so small blocks are needed to reuse most of a prefix of a few hundred tokens.
 RECURRENT_BLOCK_SIZE = 32
-# Weights in twelve bits multiply one row 1.2 times as fast as in sixteen, and eight or more rows 0.85 to 0.95 times as fast.
+# 12-bit weights make products with one row 1.2 times as fast as 16-bit weights, but with eight or more rows 0.85 to 0.95 times.
 COMPRESSED_ROWS = 8
 UNCHANGED = (
     "load_format", "model_impl", "gpu_memory_utilization", "enforce_eager", "seed", "max_logprobs", "renderer_num_workers",
     "stream_interval", "chat_template", "enable_prompt_embeds", "otlp_traces_endpoint",
 )  # fmt: skip
 NOT_INVARIANT = (
-    "batch_invariant: not on the CPU, whose attention adds up a prompt in another order when it is split "
-    "(its bfloat16 products and norms do not); device='cuda' has it"
+    "batch_invariant is not supported on the CPU, where attention sums a prompt in another order if the prompt is split "
+    "over several steps; use device='cuda'"
 )
 
 
@@ -75,7 +75,7 @@ def resolve(
 ) -> EngineConfig:
     """Find the model, read its config and resolve every option.
 
-    It may download a model (hub ids), so it must be called from a thread.
+    This reads files and may download a model, so async programs must call it in a worker thread.
 
     Args:
         offline: whether to use the batch limits of `LLM` instead of the server's.
@@ -197,7 +197,7 @@ def _unsupported_with_states(
 def _token_bytes(
     args: EngineArgs, model: ModelConfig, draft: ModelConfig | None, dtype: str
 ) -> int | None:
-    """Return the bytes that one worker keeps of a token, with the layers distributed evenly over the stages."""
+    """Return the bytes of a token's keys and values in one worker, with the layers distributed evenly over the stages."""
     whole = kv_bytes_per_token(model, dtype, args.tensor_parallel_size)
     if whole is None:
         return None
@@ -212,19 +212,19 @@ def _rounding(args: EngineArgs, model: ModelConfig, pooler: PoolerSpec | None) -
         return None
     if pooler is not None:
         raise UnsupportedFeatureError(
-            "quantization: not of a model that pools", parameter="quantization"
+            "quantization is not supported for pooling models", parameter="quantization"
         )
     scheme: dict[str, Any] = model.hf_config.get("quantization_config") or {}
     own: Any = scheme.get("quant_method")
     if wanted in ROUNDED:
         if scheme:
-            raise invalid("quantization", "the checkpoint is quantised already", wanted)
+            raise invalid("quantization", "the checkpoint is already quantized", wanted)
         return cast("Quantization", wanted)
     if METHOD_ALIASES.get(wanted, wanted) != METHOD_ALIASES.get(own, own):
         rule = (
-            f"the checkpoint's weights are plain; {' or '.join(ROUNDED)} rounds them"
+            f"the checkpoint is not quantized; use {' or '.join(ROUNDED)} to round its weights"
             if own is None
-            else f"the checkpoint's own is {own}, which needs no option"
+            else f"the checkpoint is quantized with {own}, which is detected without an option"
         )
         raise invalid("quantization", rule, wanted)
     return None

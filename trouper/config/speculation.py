@@ -15,10 +15,10 @@ from trouper.errors import TrouperValidationError, UnsupportedFeatureError, inva
 
 logger = logging.getLogger("trouper")
 METHODS = ("ngram", "suffix", "draft_model")
-# A chunk of at most 8 tokens is attended token by token, so it has the bits of single tokens: the last known token and 7 drafts.
+# Attention computes a chunk of at most 8 tokens token by token, with the same bits as single tokens: the last token and 7 drafts.
 MAX_DRAFT_TOKENS = 7
 DEFAULT_NGRAM = 5
-# The most tokens of a step with drafts, of all sequences together.  On the CPU eight rows cost 1.2 to 1.55 times one row, sixteen twice.
+# Maximum number of tokens of all sequences in a step with drafts.  On the CPU eight rows cost 1.2 to 1.55 times one row, sixteen twice.
 MAX_VERIFIED = 16
 # vLLM's keys of draft models, with the values that disable them.
 OF_DRAFT_MODELS: dict[str, Any] = {
@@ -59,19 +59,19 @@ def speculative_config(
 
     Raises:
         TrouperValidationError: a key is unknown, or a value has the wrong type or is out of range.
-        UnsupportedFeatureError: a method, key or device of vLLM that has no speculation here.
+        UnsupportedFeatureError: trouper does not support the method, the key, or speculation on the device.
     """
     if not value:
         return None
     given = _given(value)
     if pools:
-        raise _wrong("a model that pools generates no tokens", value)
+        raise _wrong("is not supported for pooling models, which generate no tokens", value)
     method = given.get("method")
     if method is None and given.get("model") is not None:
         method = given["method"] = "draft_model"
     if method not in METHODS:
         raise UnsupportedFeatureError(
-            f"speculative_config: the method {method!r} is not supported; there are {', '.join(METHODS)}",
+            f"speculative_config: the method {method!r} is not supported; supported: {', '.join(METHODS)}",
             parameter="speculative_config",
         )
     without = {key: (default,) for key, default in OF_DRAFT_MODELS.items()} | OF_FREQUENCIES
@@ -83,7 +83,7 @@ def speculative_config(
             )
     if device != "cpu":
         raise UnsupportedFeatureError(
-            "speculative_config: not on a GPU yet; device='cpu' has it",
+            "speculative_config is not supported on a GPU yet; use device='cpu'",
             parameter="speculative_config",
         )
     given.setdefault("num_speculative_tokens", MAX_DRAFT_TOKENS)
@@ -97,7 +97,9 @@ def speculative_config(
         raise _wrong(str(error), value) from None
     _check_ranges(config, value)
     if config.num_speculative_tokens > MAX_DRAFT_TOKENS:
-        logger.info("num_speculative_tokens: %d on the CPU", MAX_DRAFT_TOKENS)
+        logger.info(
+            "num_speculative_tokens is lowered to %d, the maximum on the CPU", MAX_DRAFT_TOKENS
+        )
         return msgspec.structs.replace(config, num_speculative_tokens=MAX_DRAFT_TOKENS)
     return config
 
@@ -110,9 +112,9 @@ def _given(value: Any) -> dict[str, Any]:
 
 def _check_ranges(config: SpeculativeConfig, value: Any) -> None:
     if (config.method == "draft_model") != (config.model is not None):
-        raise _wrong("model is the draft model, with method='draft_model' and only with it", value)
+        raise _wrong("model must be set with method='draft_model', and only with it", value)
     if config.revision is not None and config.model is None:
-        raise _wrong("revision is that of the draft model", value)
+        raise _wrong("revision belongs to the draft model, and needs model", value)
     if config.num_speculative_tokens < 1:
         raise _wrong("num_speculative_tokens must be at least 1", value)
     if not 1 <= config.prompt_lookup_min <= config.prompt_lookup_max:
@@ -131,7 +133,7 @@ def draft_model(
 
     Raises:
         TrouperValidationError: the model does not exist, or has another vocabulary.
-        UnsupportedFeatureError: the draft model keeps recurrent states.
+        UnsupportedFeatureError: the draft model has recurrent layers.
     """
     if speculation is None or speculation.model is None:
         return None
@@ -144,14 +146,14 @@ def draft_model(
         raise _wrong(f"the draft model: {error.message}", speculation.model) from error
     if keeps_state(draft.hf_config):
         raise UnsupportedFeatureError(
-            f"speculative_config: the draft model keeps recurrent states ({draft.hf_config.get('model_type')}); "
-            "only a draft model of attention layers can take its drafts back",
+            f"speculative_config: the draft model ({draft.hf_config.get('model_type')}) has recurrent layers, which cannot undo "
+            "rejected drafts; use a draft model with attention layers only",
             parameter="speculative_config",
         )
     size = model.vocab_size
     if draft.vocab_size != size:
         raise _wrong(
-            f"the draft model must have the model's vocabulary of {size} tokens, not of {draft.vocab_size}",
+            f"the draft model must have the model's vocabulary: it has {draft.vocab_size} tokens instead of {size}",
             speculation.model,
         )
     return draft

@@ -1,7 +1,7 @@
-"""The tier on disk of the KV cache: its options, and the checks of its folder.
+"""Resolve the options of the KV cache's tier on disk, and check its folder.
 
-The folder keeps KV blocks in files of its owner only.  They contain enough to reconstruct prompts and answers, so a folder that other
-users may write to, or that belongs to another user, is refused.
+Files of KV blocks contain enough to reconstruct prompts and answers.  So only their owner may read them, and a folder that belongs to
+another user, or that other users may write to, is refused.
 """
 
 import os
@@ -20,22 +20,22 @@ OPTIONS = "kv_tier_size", "kv_tier_min_free", "kv_tier_write_rate"
 
 
 class TierConfig(msgspec.Struct, frozen=True):
-    """Describe the folder in which KV blocks are kept on disk, and its limits.
+    """The folder for KV blocks on disk, and its limits.
 
     `folder` is absolute, because a worker process may have another working directory.
     """
 
     folder: str
-    # Bytes of all files in the folder.
+    # Maximum size of all files together.
     max_bytes: int
-    # The share of the file system that stays free.
+    # Share of the file system that the tier leaves free.
     min_free: float
-    # Bytes written in a second.
+    # Maximum number of bytes written per second.
     write_rate: int
 
 
 def tier_config(args: EngineArgs, device: DeviceKind, *, generates: bool) -> TierConfig | None:
-    """Resolve the options of the tier, and make its folder.  Returns None without a folder.
+    """Resolve the options of the tier, and create its folder.  Returns None if no option names a folder.
 
     Raises:
         TrouperValidationError: the folder cannot be used, or a value is out of range.
@@ -43,7 +43,9 @@ def tier_config(args: EngineArgs, device: DeviceKind, *, generates: bool) -> Tie
     """
     folder = _connector_folder(args.kv_transfer_config)
     if folder is not None and args.kv_tier_dir not in (None, folder):
-        raise invalid("kv_tier_dir", "and kv_transfer_config name two folders", args.kv_tier_dir)
+        raise invalid(
+            "kv_tier_dir", "differs from the folder in kv_transfer_config", args.kv_tier_dir
+        )
     folder = args.kv_tier_dir if folder is None else folder
     if folder is None:
         for name in OPTIONS:
@@ -68,16 +70,18 @@ def tier_config(args: EngineArgs, device: DeviceKind, *, generates: bool) -> Tie
 
 
 def _check_support(args: EngineArgs, device: DeviceKind, *, generates: bool) -> None:
-    """Refuse what a tier does not support, by name."""
+    """Refuse options and models that do not work with a tier, by name."""
     reason = None
     if not generates:
         reason = "a pooling model has no KV cache"
     elif device != "cpu":
-        reason = f"not with device={device!r}"
+        reason = f"not supported with device={device!r}"
     elif args.nnodes > 1:
-        reason = f"not with nnodes={args.nnodes}: all workers must use one folder of one machine"
+        reason = f"not supported with nnodes={args.nnodes}: all workers must share a folder of one machine"
     elif args.distributed_executor_backend == "ray":
-        reason = "not with distributed_executor_backend='ray', which chooses machines itself"
+        reason = (
+            "not supported with distributed_executor_backend='ray', which chooses machines itself"
+        )
     if reason is not None:
         raise UnsupportedFeatureError(f"kv_tier_dir: {reason}", parameter="kv_tier_dir")
 
@@ -92,21 +96,21 @@ def _num_bytes(name: str, given: int | str | None, default: int) -> int:
 
 
 class _FileTier(msgspec.Struct, forbid_unknown_fields=True):
-    """The one kind of vLLM's secondary tiers that the tier on disk equals."""
+    """vLLM's secondary tier on a file system, the only supported kind."""
 
     type: Literal["fs"]
     root_dir: str
 
 
 class _Tiering(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's settings of its connector."""
+    """The extra settings of vLLM's connector."""
 
     spec_name: Literal["TieringOffloadingSpec"]
     secondary_tiers: Annotated[list[_FileTier], msgspec.Meta(min_length=1, max_length=1)]
 
 
 class _Connector(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's `kv_transfer_config`, as far as it has the meaning of `kv_tier_dir`."""
+    """The form of vLLM's `kv_transfer_config` that is equivalent to `kv_tier_dir`."""
 
     kv_connector: Literal["OffloadingConnector"]
     kv_connector_extra_config: _Tiering
@@ -114,10 +118,10 @@ class _Connector(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _connector_folder(config: dict[str, Any] | None) -> str | None:
-    """Return the folder that vLLM's `kv_transfer_config` names, if its connector is the one with files.
+    """Return the folder in vLLM's `kv_transfer_config`, or None without this option.
 
     Raises:
-        UnsupportedFeatureError: it is another connector, or has a field that the tier does not know.
+        UnsupportedFeatureError: it configures another connector, or has an unsupported field.
     """
     if config is None:
         return None
@@ -126,7 +130,7 @@ def _connector_folder(config: dict[str, Any] | None) -> str | None:
     except msgspec.ValidationError as error:
         raise UnsupportedFeatureError(
             "kv_transfer_config: only OffloadingConnector with TieringOffloadingSpec and one secondary tier "
-            f'{{"type": "fs", "root_dir": FOLDER}} is supported ({error}); --kv-tier-dir FOLDER is the same',
+            f'{{"type": "fs", "root_dir": FOLDER}} is supported ({error}); --kv-tier-dir FOLDER has the same effect',
             parameter="kv_transfer_config",
         ) from None
     return found.kv_connector_extra_config.secondary_tiers[0].root_dir

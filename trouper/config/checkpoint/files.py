@@ -118,7 +118,7 @@ def checked(value: Any, kind: type[T], file: str, parameter: str = "model") -> T
 
 
 def _at(value: Any, field: str) -> Any:
-    """Return the value at a path such as `a.b[1]`, or the last value that the path reaches."""
+    """Return the value at a path such as `a.b[1]`, or the innermost existing value on the path."""
     for name in field.replace("[", ".[").split("."):
         try:
             value = value[int(name[1:-1])] if name.startswith("[") else value[name]
@@ -130,7 +130,7 @@ def _at(value: Any, field: str) -> Any:
 # Each bound is about ten times the largest value of a published model.
 Vocabulary = Annotated[int, Meta(ge=1, le=2**24)]
 Width = Annotated[int, Meta(ge=1, le=2**20)]
-Count = Annotated[int, Meta(ge=1, le=4096)]  # of layers, heads, …
+Count = Annotated[int, Meta(ge=1, le=4096)]  # for example of layers or heads
 MOST_POSITIONS = 2**24
 Positions = Annotated[int, Meta(ge=1, le=MOST_POSITIONS)]
 Index = Annotated[int, Meta(ge=-1, le=2**31)]
@@ -143,7 +143,7 @@ Share = Annotated[float, Meta(gt=0, le=1)]
 class Rope(Struct):
     """`rope_scaling`, `rope_parameters`, or one of the groups in the latter.
 
-    It holds the parameters of every supported method of scaling rotary positions.  `rope_type`
+    The fields are the parameters of all supported methods of scaling rotary positions.  `rope_type`
     (formerly `type`) names the method, and each method reads only its own fields.
     """
 
@@ -170,7 +170,7 @@ class Rope(Struct):
 class HfFields(Struct):
     """The fields of config.json in one flat shape.
 
-    Its `text_config` has been lifted to the top, and other families' names have been replaced, so
+    `flattened` has lifted the fields of `text_config` to the top and replaced the names of other families, so
     readers need only one name for each quantity.  None means that the file lacks the field.
     """
 

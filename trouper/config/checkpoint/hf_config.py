@@ -1,7 +1,8 @@
 """Normalise config.json: apply `hf_overrides`, and bring any release and family into one flat shape with one name for each field.
 
-Overrides: a requested value wins or is refused by name.  Depending on its age and family, a config describes the scaling of
-positions in one of several places, and readers look at the newest one; so an override goes to the place that the config uses.
+An override of `hf_overrides` takes effect, or is refused by name.  Depending on its age and family, a config describes the scaling
+of positions in one of several places, and readers look at the newest one.  So an override is written to the place that the config
+uses.
 
 A config may contain the same information twice: inside and outside of `text_config`, or under names from before and after
 transformers 5.  Law: if the two contradict each other, the one that transformers uses counts; if transformers has no rule, the
@@ -31,14 +32,12 @@ KINDS = (
     "mrope",
     "su",
 )
-# The fields that remain if positions are scaled in another way.
+# Fields that remain valid if an override replaces the method of scaling.
 KEPT = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
 def overridden(config: Fields, overrides: Fields) -> Fields:
-    """Replace fields of a config, as the option `hf_overrides` asks.
-
-    Objects are merged field by field.  The given config is not changed.
+    """Apply the option `hf_overrides` to a copy of a config.  Objects are merged field by field.
 
     Raises:
 
@@ -64,7 +63,7 @@ def _says(config: Fields, name: str) -> bool:
 
 
 def _put(config: Fields, name: str, value: Any) -> None:
-    """Replace one field at the place where the config has it."""
+    """Replace one field in the object, outer or nested, that contains it."""
     own = config.get(name)
     if name in (ROPE, OLD_ROPE) and (value is None or isinstance(value, dict)):
         _put_rope(config, name, cast("Fields | None", value))
@@ -102,15 +101,14 @@ def _put_rope(config: Fields, name: str, wish: Fields | None) -> None:
     elif WHOLE in own:
         config[place] = own | {WHOLE: _stretched(own[WHOLE], wish)}
     else:
-        rule = f"{name}: this model has one for each of {', '.join(own)}; name one of those"
+        rule = f"{name}: this model has separate values for {', '.join(own)}; override one of them"
         raise invalid("hf_overrides", rule, wish)
 
 
 def is_grouped(ropes: Fields) -> bool:
-    """Check whether each kind of layer has its own frequencies.
+    """Return whether each kind of layer has its own frequencies, so that rope parameters are objects by layer type.
 
-    Some families use one set for layers with a sliding window and another for full attention.
-    Their rope parameters are then objects by layer type.
+    Some families use one set of frequencies for layers with a sliding window, and another for full attention.
     """
     return bool(ropes) and all(isinstance(each, dict) for each in ropes.values())
 
@@ -142,7 +140,7 @@ def _stretched(own: Fields, wish: Any) -> Any:
     return {name: value for name, value in own.items() if name != "type"} | wish
 
 
-# Names in some families for fields that nearly all others name differently.
+# Unusual names of some families, with the usual name of each field.
 _OTHER_NAMES = {
     "hidden_size": ("dim", "n_embd", "d_model"),
     "num_attention_heads": ("n_heads", "n_head", "num_heads"),
@@ -186,12 +184,12 @@ TEXT_DEFAULTS: dict[str, Fields] = {
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072,
     },
 }  # fmt: skip
-# Fields that the outer model decides, if its config has them: the end of an answer, the stored dtype, and whether the head is
-# the embedding, and the size of CLIP's embeddings.  A text_config repeats the defaults of its class for these.
+# Fields for which the outer config takes precedence over its text_config, which only repeats the defaults of its class: the end
+# of an answer, the stored dtype, whether the head is the embedding, and the size of CLIP's embeddings.
 _OUTER = (
     "eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings", "projection_dim",
 )  # fmt: skip
-# Fields of a model for retrieval around the config of the model that reads pages.
+# Fields in the outer config of a page retriever.  Its `vlm_config` is the config of the model that reads the pages.
 _RETRIEVER = ("architectures", "model_type", "embedding_dim", "dtype", "torch_dtype", "vlm_config")
 _STRETCHED = ("llama3", "yarn", "longrope", "su")
 # Families with two kinds of layers, each with its own frequencies, and the kinds that `rope_scaling` changes.
@@ -205,11 +203,9 @@ _FLOATS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("n
 
 
 def with_floats(value: Any) -> Any:
-    """Replace `{"__float__": "Infinity"}`, the form in which transformers writes numbers that JSON
-    lacks.
+    """Return a copy of a JSON value in which each `{"__float__": "Infinity"}` is a number.
 
-    Works through nested objects and lists, and returns a copy.  Objects with other keys stay as
-    they were.
+    transformers writes numbers that JSON lacks in this form.
     """
     if isinstance(value, dict):
         fields = cast("Fields", value)
@@ -224,7 +220,7 @@ def with_floats(value: Any) -> Any:
 
 
 def of_retriever(raw: Fields) -> Fields:
-    """Return the config of the model inside of ColPali or ColQwen2, with the architecture and the sizes of the whole.
+    """Return the config of the model inside ColPali or ColQwen2, with the architecture and the sizes of the retriever.
 
     Any other config is returned unchanged.
     """
@@ -253,7 +249,7 @@ def flattened(raw: Fields) -> Fields:
         if raw.get(name) is not None:
             config[name] = raw[name]
     if nested:
-        # Without a flag the outer classes tie the embedding, even if the text model's own class does not.
+        # Without the flag, the outer classes of transformers tie the embedding, even if the text model's own class does not.
         config["tie_word_embeddings"] = raw.get("tie_word_embeddings", True)
     config["dtype"] = next(
         (

@@ -1,7 +1,8 @@
-"""Find the folder or GGUF file that `model` names: on this machine, on the hub, or nowhere, for a geometry without a folder.
+"""Find the folder or GGUF file of a model by its name, on this machine or on the hub.
 
-Of a repository on the hub only the files that an engine reads are downloaded (`PATTERNS`).  With `load_format="dummy"` the names in
-`GEOMETRIES` are models too.  They contain the fields of config.json that determine weights and steps.  `tiny` is for trying a command.
+From a repository on the hub only the files that an engine reads are downloaded (`PATTERNS`).  With `load_format="dummy"`, the names in
+`GEOMETRIES` are models without files: each geometry has the fields of config.json that determine the sizes of weights and the cost
+of steps.  `tiny` is for trying a command.
 """
 
 import difflib
@@ -99,8 +100,8 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
 # The files of a model folder.
 PATTERNS = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "artifact.metadata")
 OFFLINE = (
-    "no such folder, not among the models that were fetched before, and the hub cannot be reached; "
-    "`trouper models` lists what is on this machine"
+    "is neither a folder nor a downloaded model, and the hub cannot be reached; "
+    "`trouper models` lists the models on this machine"
 )
 
 
@@ -192,7 +193,7 @@ def list_files(args: EngineArgs, repo_id: str, revision: str | None) -> list[str
 
 def _unknown(repo_id: str, error: Exception, parameter: str) -> TrouperValidationError:
     return TrouperValidationError(
-        f"neither a folder nor a hub model that can be fetched ({type(error).__name__})",
+        f"is neither a folder nor a model that can be downloaded from the hub ({type(error).__name__})",
         parameter=parameter,
         value=repo_id,
     )
@@ -202,7 +203,7 @@ DEMO_MODEL = Path(__file__).parents[2] / "demo"
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 HUB_ADDRESSES = ("hf.co/", "huggingface.co/", "https://hf.co/", "https://huggingface.co/")
 SHORT_NAME = (
-    "; Ollama's short names do not exist here: give the name on the hub, ORG/NAME:QUANT, "
+    "; Ollama's short names are not supported: give the model's name on the hub, ORG/NAME:QUANT, "
     "such as Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q4_K_M"
 )
 MAX_NAMED = 3  # files in an error
@@ -244,15 +245,15 @@ def model_path(args: EngineArgs) -> Path:
 def _no_folder(name: str, *, knows_presets: bool) -> TrouperValidationError:
     rule = "no such model folder"
     if name.startswith(HUB_ADDRESSES):
-        rule = "a model of the hub is named without the address: ORG/NAME or ORG/NAME:QUANT"
+        rule = "give a model's name on the hub without the address: ORG/NAME or ORG/NAME:QUANT"
     elif knows_presets:
-        rule += f"; load_format='dummy' knows {', '.join(GEOMETRIES)}"
+        rule += f"; presets for load_format='dummy': {', '.join(GEOMETRIES)}"
     return TrouperValidationError(rule, parameter="model", value=name)
 
 
 @contextmanager
 def _as_given(name: str) -> Generator[None]:
-    """Make errors of the hub show the whole name, and explain the form of names if the name may come from Ollama."""
+    """Show the user's whole name in errors of the block, with a hint if it may be one of Ollama's short names."""
     try:
         yield
     except TrouperValidationError as error:
@@ -286,9 +287,9 @@ def is_plain(folder: Path, load_format: str = "auto") -> bool:
 
 def _file(path: Path) -> Path:
     if not path.is_file():
-        raise invalid("model", "neither a folder nor a regular file", str(path))
+        raise invalid("model", "is neither a folder nor a regular file", str(path))
     if not (path.suffix == ".gguf" or has_magic(path)):
-        raise invalid("model", "not a GGUF file; for safetensors give the folder", str(path))
+        raise invalid("model", "is not a GGUF file; for safetensors give the folder", str(path))
     return path
 
 
@@ -310,7 +311,7 @@ def _gguf_of_hub(args: EngineArgs, repo_id: str, quantization: str = "") -> Path
     names = list_files(args, repo_id, args.revision)
     if names is None:
         folder = cached_folder(args, repo_id, args.revision)
-        what = "the GGUF files that were fetched before (the hub cannot be reached)"
+        what = "the downloaded GGUF files (the hub cannot be reached)"
         files = choose_gguf(gguf_names(folder), quantization, repo_id, what)
         return folder / files[0] if files else None
     files = choose_gguf(names, quantization, repo_id)
@@ -322,5 +323,5 @@ def _gguf_of_hub(args: EngineArgs, repo_id: str, quantization: str = "") -> Path
 
 def _named(path: Path | None, place: str) -> Path:
     if path is None:
-        raise invalid("model", "there are no GGUF files in it", place)
+        raise invalid("model", "contains no GGUF files", place)
     return path

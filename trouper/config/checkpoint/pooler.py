@@ -28,13 +28,13 @@ TOKEN_CLASSIFIERS = "ForTokenClassification"
 CONVERSIONS = ("embed", "classify")
 GENERATORS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 LATE_INTERACTION = ("HF_ColBERT", "ColBERTModel")
-# A tower of texts and a tower of images with one space of embeddings.
+# A text tower and an image tower whose embeddings can be compared.
 TWO_TOWERS = ("CLIPModel", "SiglipModel", "Siglip2Model")
-# Models that embed pages of documents as images, and questions, for late interaction.
+# Models that embed images of document pages, and questions about them, for late interaction.
 PAGE_RETRIEVERS = ("ColPaliForRetrieval", "ColQwen2ForRetrieval")
 ABOUT_PAGE = "Describe the image."
 COLBERT_SIZES = ("colbert_dim", "dim", "projection_dim")
-# In the order of preference for the model's default task, and for the engine's.
+# Orders of preference: for the model's default task, and for the engine's.
 MODEL_ORDER = ("embed", "classify", "token_embed", "token_classify")
 ENGINE_ORDER = ("token_embed", "token_classify", "embed", "classify")
 TOKEN_METHODS = ("from_2_way_softmax", "no_post_processing")
@@ -64,7 +64,11 @@ class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         kind = self.pooling_type
         if kind is not None and (self.seq_pooling_type or self.tok_pooling_type):
-            raise invalid("pooling_type", "sets one of the other two; give only one of them", kind)
+            raise invalid(
+                "pooling_type",
+                "sets seq_pooling_type or tok_pooling_type; give only one of the three",
+                kind,
+            )
         for name, known in (
             ("pooling_type", SEQ_POOLINGS + TOK_POOLINGS),
             ("seq_pooling_type", SEQ_POOLINGS),
@@ -163,12 +167,12 @@ class TokenClassifier(msgspec.Struct, frozen=True):
 class PageLayout(msgspec.Struct, frozen=True):
     """How a model that embeds pages writes its prompts; its processor in transformers defines it.
 
-    `{bos}`, `{pad}` and `{image}` stand for tokens, `{text}` for the words of a question, or for those about a page.
+    `{bos}`, `{pad}` and `{image}` are replaced by tokens, and `{text}` by a question or by the text about a page.
     """
 
     query: str
     page: str
-    # The words about a page without a text.
+    # The text about a page if the caller gives none.
     words: str
 
     @classmethod
@@ -193,8 +197,8 @@ class PageLayout(msgspec.Struct, frozen=True):
 class PoolerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """All properties of pooling, resolved when the engine is built.
 
-    Options of the user, the model's own files and the defaults of its architecture have been merged, so no choice is
-    open.  Requests may override some of them.
+    The user's options, the model's own files and the defaults of its architecture have been merged.  Requests may
+    override some of the result.
     """
 
     tasks: tuple[str, ...]
@@ -210,7 +214,7 @@ class PoolerSpec(msgspec.Struct, frozen=True, kw_only=True):
     labels: tuple[str, ...] = ()
     token_classifier: TokenClassifier | None = None
     dense: tuple[Dense, ...] = ()
-    # Without it embeddings are pooled hidden states.
+    # None for embeddings that are pooled hidden states.
     splade: Splade | None = None
     is_matryoshka: bool = False
     matryoshka_dimensions: tuple[int, ...] = ()
@@ -224,9 +228,9 @@ class PoolerSpec(msgspec.Struct, frozen=True, kw_only=True):
     default_prompt: str = ""
     # The limit of the sentence-transformers files, else of the tokenizer.
     max_length: int | None = None
-    # Without it texts are read unchanged.
+    # None for models without late interaction; their texts are tokenized unchanged.
     late: LateInteraction | None = None
-    # A prompt is a text or an image, and no states of tokens are pooled.
+    # A prompt is either a text or an image, and the tower itself returns the embedding.
     has_two_towers: bool = False
     # For a model that embeds pages as images.
     pages: PageLayout | None = None
@@ -245,13 +249,19 @@ def is_pooling(runner: str, convert: str, folder: Path, architecture: str) -> bo
     is_decoder = architecture.endswith(GENERATORS)
     if runner == "generate":
         if convert in CONVERSIONS:
-            raise invalid("convert", "makes a pooling model: runner='pooling'", convert)
+            raise invalid(
+                "convert", "converts to a pooling model, which needs runner='pooling'", convert
+            )
         if not is_decoder:
-            raise invalid("runner", f"{architecture} is a pooling model: runner='pooling'", runner)
+            raise invalid(
+                "runner", f"{architecture} is a pooling model; use runner='pooling'", runner
+            )
         return False
     if is_decoder and convert == "none":
         if runner == "pooling":
-            raise invalid("convert", f"{architecture} pools only as embed or classify", convert)
+            raise invalid(
+                "convert", f"{architecture} needs convert='embed' or 'classify' to pool", convert
+            )
         return False
     asked = runner == "pooling" or convert in CONVERSIONS
     return asked or not is_decoder or (folder / "modules.json").is_file()
@@ -264,7 +274,7 @@ def pooler_spec(
     config: dict[str, Any],
     convert: str = "auto",
 ) -> PoolerSpec:
-    """Read the pooling properties from the model's files.  `convert` applies to a model of another kind.
+    """Read the pooling properties from the model's files.  `convert` applies to a generative model.
 
     Raises:
         TrouperValidationError: the model does not support an option, or a file cannot be read.
@@ -276,7 +286,9 @@ def pooler_spec(
     tasks = _tasks(architecture, found, convert)
     task = wishes.task or next(task for task in MODEL_ORDER if task in tasks)
     if task not in tasks:
-        raise invalid("task", f"this model can {', '.join(tasks)}", task)
+        raise invalid(
+            "task", f"is not supported by this model; supported: {', '.join(tasks)}", task
+        )
     by_default: SeqPooling = "LAST" if is_decoder else "CLS"
     if config.get("model_type") in ("modernbert", "eurobert") and "classify" in tasks:
         by_default = "MEAN" if config.get("classifier_pooling") == "mean" else "CLS"
@@ -324,7 +336,10 @@ def pooler_spec(
 
 
 def _lowers_case(folder: Path) -> bool:
-    """Return whether the tokenizer's class, which is not used here, would write texts in lower case, as that of SigLIP 2."""
+    """Return whether the tokenizer's class in transformers converts texts to lower case, like that of SigLIP 2.
+
+    trouper reads only the tokenizer's file, which lacks this step.
+    """
     own = read_object(folder / "tokenizer_config.json") or {}
     return own.get("do_lower_case") is True or own.get("tokenizer_class") == "Siglip2Tokenizer"
 
@@ -354,7 +369,7 @@ def _default_prompt(saved: dict[str, Any], tasks: Sequence[str], folder: Path) -
     for pooling in folder.glob("*/config.json"):
         if (read_object(pooling) or {}).get("include_prompt") is False:
             rule = (
-                f"include_prompt=false beside {file}: default_prompt_name={name!r} is not supported"
+                f"include_prompt=false is not supported with {file}: default_prompt_name={name!r}"
             )
             raise UnsupportedFeatureError(rule, parameter="model")
     return prompt
@@ -369,7 +384,7 @@ def _task_instruction(config: dict[str, Any]) -> str:
 
 
 def _is_decoder(architecture: str) -> bool:
-    """Recognise a decoder by its name: all encoders except a few families are named after BERT."""
+    """Recognise a decoder by its architecture's name: nearly all encoders are named after BERT."""
     return "bert" not in architecture.lower() and not architecture.startswith(
         ("MPNet", "Gte", "New", "XLM", "Electra", "Data2VecText", "JinaEmbeddingsV3", "T5", "MT5")
     )
@@ -380,7 +395,7 @@ def _tasks(architecture: str, found: "SentenceTransformersFolder", convert: str)
         if architecture.endswith(TOKEN_CLASSIFIERS):
             return ("token_classify",)
         if architecture.endswith(CLASSIFIERS) or convert == "classify":
-            # An encoder's head reads one state of the text; a decoder's head can read the state of each token.
+            # The head of an encoder reads one state for the whole text; that of a decoder can also read each token's.
             return ("classify", "token_classify") if _is_decoder(architecture) else ("classify",)
     if architecture in (*LATE_INTERACTION, *PAGE_RETRIEVERS) or found.is_late_interaction:
         return ("token_embed",)
@@ -421,7 +436,7 @@ def _late_interaction(
         return LateInteraction.of_pylate(saved) or LateInteraction.of_stanford(stanford)
     except msgspec.ValidationError as error:
         raise invalid(
-            "model", f"its markers of queries and documents: {error}", str(folder)
+            "model", f"invalid markers of queries and documents: {error}", str(folder)
         ) from None
 
 
@@ -433,7 +448,7 @@ def _labels(config: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _activation(config: dict[str, Any], saved: dict[str, Any], num_labels: int) -> Activation:
-    """Find a cross-encoder's own activation in the places of all releases of sentence-transformers, the newest first."""
+    """Find a cross-encoder's activation where any release of sentence-transformers stores it, the newest release first."""
     modules: dict[str, Any] = config.get("sentence_transformers") or {}
     own = (
         saved.get("activation_fn")

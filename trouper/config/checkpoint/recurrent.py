@@ -13,7 +13,7 @@ from trouper.errors import UnsupportedFeatureError
 PURE = ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm")
 # Every layer has a recurrent mixer and attention.
 PARALLEL = ("falcon_h1",)
-# Some layers are recurrent, whatever the fields say.
+# Some layers are recurrent, even if no field of config.json lists them.
 MIXED = (
     "jamba", "bamba", "zamba", "zamba2", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text",
     "nemotron_h", "olmo_hybrid", "kimi_linear", "minimax", "recurrent_gemma", "lfm2", "lfm2_moe", "lfm3",
@@ -21,12 +21,12 @@ MIXED = (
 # Kinds of layers in `layer_types` and `layers_block_type` that keep no keys and values.
 RECURRENT_KINDS = {"linear_attention", "mamba", "mamba2", "conv", "recurrent"}
 WITHOUT_KEYS = RECURRENT_KINDS | {"mlp", "moe"}
-# Configs of recurrent models may lack a number of positions, because they can compute any.
+# Context length of recurrent models whose config sets none: they can compute any number of positions.
 OPEN_POSITIONS = 32768
 
 
 def keeps_state(config: Mapping[str, Any]) -> bool:
-    """Whether layers of a model keep a recurrent state."""
+    """Return whether a model has layers with a recurrent state."""
     kinds = layer_kinds(config)
     if kinds is not None and config.get("model_type") not in (*PURE, *PARALLEL):
         return not RECURRENT_KINDS.isdisjoint(kinds)
@@ -59,20 +59,20 @@ def num_attention_layers(config: Mapping[str, Any]) -> int:
 
 
 def check_states(config: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    """Check that no option was given that the engine lacks for recurrent models.
+    """Refuse options that the engine does not support for recurrent models.
 
     Args:
-        asked: options by name, with values that are false unless the option is in use.
+        asked: these options by name, each with a falsy value unless it is in use.
 
     Raises:
-        UnsupportedFeatureError: one is in use; the error names it.
+        UnsupportedFeatureError: an option is in use; the error names it.
     """
     if not keeps_state(config):
         return
     for name, value in asked.items():
         if value:
             raise UnsupportedFeatureError(
-                f"{name}={value!r}: not with a model that keeps recurrent states yet "
+                f"{name}={value!r} is not supported yet for a model with recurrent states "
                 f"({config.get('model_type')})",
                 parameter=name,
             )

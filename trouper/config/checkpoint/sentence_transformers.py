@@ -1,11 +1,11 @@
 """Read the modules of a sentence-transformers folder: how hidden states become an embedding.
 
-`modules.json` lists them in the order of computation, and each has a config of its own.  A module that is not known is refused by
-name, because leaving it out would change every embedding.
+`modules.json` lists them in the order of computation, and each has its own config.  An unknown module is refused by name, because
+skipping it would change every embedding.
 
-Late-interaction models were trained to read queries and documents with marks and lengths of their own.  PyLate stores these in
+Late-interaction models were trained with special markers and lengths of queries and documents.  PyLate stores these in
 `config_sentence_transformers.json`, with the names and defaults used here; sentence-transformers in the configs of its modules; and
-Stanford's ColBERT in `artifact.metadata`.  Without any of them texts are read unchanged.
+Stanford's ColBERT in `artifact.metadata`.  Without any of these files, texts are tokenized unchanged.
 """
 
 import string
@@ -46,7 +46,7 @@ class LateInteraction(msgspec.Struct, frozen=True, kw_only=True):
     document_prefix: str = "[D] "
     query_length: int = 32
     document_length: int = 180
-    # Whether queries are filled up to their length with mask tokens.
+    # Whether queries are padded to their length with mask tokens.
     do_query_expansion: bool = True
     # Whether attention sees the added mask tokens.
     attend_to_expansion_tokens: bool = False
@@ -89,7 +89,9 @@ class LateInteraction(msgspec.Struct, frozen=True, kw_only=True):
             ("keep_only_token_ids", mask.get("keep_only_token_ids"), (None,)),
         ):
             if value not in known:
-                raise UnsupportedFeatureError(f"{name}={value!r} of a MultiVectorEncoder")
+                raise UnsupportedFeatureError(
+                    f"{name}={value!r} of a MultiVectorEncoder is not supported"
+                )
         given = {
             "query_prefix": prompts.get("query") or "",
             "document_prefix": prompts.get("document") or "",
@@ -125,7 +127,7 @@ ST_MODES: dict[str, SeqPooling] = {
     "pooling_mode_cls_token": "CLS", "pooling_mode_mean_tokens": "MEAN",
     "pooling_mode_lasttoken": "LAST", "cls": "CLS", "mean": "MEAN", "lasttoken": "LAST",
 }  # fmt: skip
-# `sentence_…_config.json`: the current name, then the names in folders from before there was one for all models.
+# Name parts of `sentence_…_config.json`: old folders name the file after their model family.
 ST_TRANSFORMERS = ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 DENSE_ACTIVATIONS = ("identity", "tanh", "relu", "gelu", "sigmoid")
 
@@ -278,6 +280,6 @@ def _needed(path: Path) -> dict[str, Any]:
 def _inside(folder: Path, name: str) -> Path:
     """Return a module's folder inside the model's folder."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
-        raise invalid("model", "modules.json: a path that leads out of the folder", name)
+        raise invalid("model", "modules.json has a path that leads out of the folder", name)
     check_folder(folder / name)
     return folder / name
