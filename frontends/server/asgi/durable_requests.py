@@ -1,4 +1,7 @@
-"""Decide which requests are durable, start their answers, and attach a repeated request to the answer of the first one."""
+"""Decide which requests are durable, start their answers in the background, and connect a retried request to the answer of the first one.
+
+Requests with the same `Idempotency-Key`, path and body share one answer, so a client can retry safely after a lost connection.
+"""
 
 import hashlib
 import secrets
@@ -29,7 +32,7 @@ MAX_KEY = 255
 
 
 class DurableRequest(msgspec.Struct, frozen=True):
-    """A new durable request.
+    """Hold the body of a new durable request, and the digests by which a retry is recognised.
 
     Attributes:
         key: the SHA-256 of its `Idempotency-Key`; empty without one.
@@ -44,18 +47,20 @@ class DurableRequest(msgspec.Struct, frozen=True):
 async def read_durable(
     service: Service, context: RequestContext, route: Route, body: bytes | memoryview
 ) -> DurableRequest | DurableStream | None:
-    """Decide whether a request is durable, from its head and its body.
+    """Decide whether a request is durable.
 
-    Returns the stream of the request that this one repeats, if there is one, and None if it is not durable.
+    Returns the stream of an earlier request that this one retries, a `DurableRequest` for a new one, and None if it is not durable.
 
     Raises:
-        HTTPError: the key is invalid or belongs to another request, or the journal cannot be written.
-        UnsupportedFeatureError: the answers of this route cannot be durable.
+        HTTPError: the key is invalid or belongs to a different request, or the journal has no room.
+        UnsupportedFeatureError: the request has a key, but answers of this route cannot be durable.
     """
     journal, key = service.journal, _key(context)
     if journal is None or not route.stream_prefix:
         if key and journal is not None and route.generates and not route.pools:
-            raise unsupported(KEY, f"answers of {route.path} are not kept; leave the header out")
+            raise unsupported(
+                KEY, f"answers of {route.path} are not stored for retries; leave the header out"
+            )
         if key or (journal is not None and route.stream_prefix):
             context.own_headers += (NO,)
         return None
@@ -67,7 +72,7 @@ async def read_durable(
     found = find_repeated(service, context, key, digest)
     if found is not None:
         return found
-    # A new segment of the journal repeats all open requests, so they must fit.
+    # A new segment of the journal repeats the bodies of all open requests, so they must fit.
     if not (journal.has_room(len(body)) and service.background.is_on):
         if key:
             raise no_journal()
@@ -91,7 +96,7 @@ def has_stream(service: Service, context: RequestContext, route: Route) -> bool:
 
 
 def attached(route: Route, stream: DurableStream) -> Route:
-    """Return a route that sends a stream to a client, which has repeated its request: from the beginning, or behind the last event that it has seen."""
+    """Return a route that sends an existing stream to a retrying client, from the beginning or after its `Last-Event-ID`."""
 
     async def follow(service: Service, context: RequestContext, _: None) -> None:
         await follow_stream(service, context, stream)
@@ -100,9 +105,9 @@ def attached(route: Route, stream: DurableStream) -> Route:
 
 
 def started(route: Route, asked: DurableRequest | DurableStream) -> Route:
-    """Return a route that starts the answer to a durable request, or repeats that of a background response.
+    """Return a route that starts the answer to a durable request, or follows the background response that it retries.
 
-    The answer goes on without its client, so the route reads it from the stream like a client that comes back.
+    The answer runs in a task of its own and survives its client, so even the first client reads it through the stream.
     """
     return msgspec.structs.replace(route, handler=partial(_start_stream, asked, route))
 
@@ -114,12 +119,12 @@ async def _start_stream(
     context: RequestContext,
     request: Any,
 ) -> None:
-    """Start the answer to a durable request, and send it to its client as to any other reader."""
-    # Another request with the same key may have come while this one was decoded.
+    """Start the answer to a durable request, and send it to its client like to any other reader."""
+    # Another request with the same key may have arrived while this one was being decoded.
     stream = find_repeated(service, context, asked.key, asked.digest)
     handler = route.handler
     if stream is None and getattr(request, "background", None):
-        # The API's own task answers it.
+        # The Responses API runs background responses in tasks of its own.
         context.repeat_key, context.repeat_digest = asked.key, asked.digest
         context.own_headers += (YES,)
         await handler(service, context, request)
@@ -165,9 +170,12 @@ async def _digest(service: Service, path: str, body: bytes | memoryview) -> byte
 
 
 def _key(context: RequestContext) -> bytes:
-    """Return the digest of the client's key, or nothing without one.  Raises HTTPError for an invalid one.
+    """Return the digest of the client's `Idempotency-Key`, or empty bytes without that header.
 
-    The standard quotes the key; most clients do not.
+    The IETF draft requires quotes around the key, but most clients omit them.
+
+    Raises:
+        HTTPError: the key is empty, too long or not printable ASCII.
     """
     given = context.header(KEY.lower().encode())
     if given is None:

@@ -1,10 +1,10 @@
-"""The journal of a server: what handlers write, and when they may go on.
+"""Persist the records of durable answers in order, without blocking the event loop on the disk.
 
-One task writes, in a thread, all new records together.  So the requests of one step share a write, and the event loop never waits for the
-disk.  Under the policy `group` another thread waits for the disk, so that the writes between need not.
+One task hands all new records to a writer thread at once, so that the requests of one engine step share a write.  Under the policy `group`
+a second thread calls fsync, so that writes can continue meanwhile.
 
-Tokens do not wait either: their events are made while they are written, and `PendingRecords` shows them to readers afterwards.  So a token costs
-its answer no turn of the event loop more than without a journal.
+Tokens do not wait for the disk either: handlers build their events during the write, and `PendingRecords` releases the events to readers
+when it completes.  So the journal adds no turn of the event loop to a token.
 """
 
 import logging
@@ -33,30 +33,30 @@ logger = logging.getLogger(__name__)
 SyncPolicy = Literal["off", "group", "step"]
 # Seconds between two waits for the disk under the policy `group`.
 GROUP_S = 0.1
-# A record that takes longer does not hold up its answer: the disk stalls.
+# After this many seconds the disk counts as stalled, and answers continue before their records are written.
 STALL_S = 0.25
-# If the record of a request takes longer, the request is refused.
+# A request is refused if its admission cannot be written within this many seconds.
 ADMIT_S = 10.0
-# Seconds for which a write waits for more records at most.
+# The longest wait, in seconds, for further records to join a write.
 GATHER_S = 0.01
 # Seconds between two attempts to write after a failure.
 RETRY_S = 10.0
-# Seconds between two looks whether a slow disk has caught up.
-LOOK_S = 0.05
-# Seconds between two log lines about a slow disk.
-TELL_S = 60.0
-# Seconds between two searches for streams to remove.
+# Seconds between two checks whether a stalled disk has recovered.
+POLL_S = 0.05
+# The shortest time, in seconds, between two warnings about a stalled disk.
+WARN_S = 60.0
+# Seconds between two searches for expired streams.
 EXPIRY_S = 5.0
 
 
 class PendingRecords:
-    """Records to write together.
+    """Collect the records of one write, and the readers to wake after it.
 
     Attributes:
-        written: set when they are written, or when this has failed.
-        is_released: whether their contents may be shown: then, or earlier if the disk stalls.
-        on_release: called then, and again at the end of a stall during which they were released.
-        since: seconds of the monotonic clock at which the first record came.
+        written: set when the write has succeeded or failed.
+        is_released: whether readers may see the contents: after the write, or earlier if the disk stalls.
+        on_release: callbacks of the release.  After an early release they run again when the write completes.
+        since: the time of the first record, in seconds of the monotonic clock.
     """
 
     def __init__(self) -> None:
@@ -67,21 +67,21 @@ class PendingRecords:
         self.since = 0.0
 
     def release(self) -> None:
-        """Show the contents."""
+        """Let readers see the events of these records."""
         self.is_released = True
         for show in self.on_release:
             show()
 
 
 class Journal:
-    """Writes records in the order in which they are handed in.
+    """Write records in the order of submission, and own the durable streams of a server.
 
     Args:
-        segments: the files, which this object's writer uses from now on.
-        retain_s: seconds for which a stream is kept after its end.
-        grace_s: seconds for which a stream without a reader goes on.
-        keeps_all: whether requests are durable without asking for it.
-        max_event_bytes: of the events of ended streams that stay in memory.
+        segments: the files.  From now on only this journal's writer may use them.
+        retain_s: how long an ended stream remains readable, in seconds.
+        grace_s: how long a stream without readers keeps generating, in seconds.
+        keeps_all: whether every request is durable, even without an `Idempotency-Key`.
+        max_event_bytes: the memory limit for the events of ended streams.
     """
 
     def __init__(
@@ -97,45 +97,48 @@ class Journal:
         self._segments, self._policy, self._retain_s = segments, policy, retain_s
         self.grace_s, self.keeps_all = grace_s, keeps_all
         self.streams = DurableStreams(max_event_bytes, retain_s)
-        # The tokens of open requests that are sampled during one write.  While the disk stalls, at most all their tokens.
+        # Bounded by the tokens that open requests sample during one write, or until they end if the disk stalls.
         self._pending = PendingRecords()
         self._news = anyio.Event()
-        # What the thread writes at present, and whether the watch for a stalled disk has to begin.
+        # The batch in the writer thread, and the event that starts the stall watch.
         self._writing: PendingRecords | None = None
         self._begun = anyio.Event()
         self._one_thread, self._sync_thread = anyio.CapacityLimiter(1), anyio.CapacityLimiter(1)
         self._synced_s = self._expired_s = 0.0
-        # Whether a loss of power would take written bytes.
+        # Whether a power failure could lose written bytes.
         self._is_unsynced = False
-        # The file that another thread is to sync, until the writer has taken the outcome.
+        # The file for the sync thread, until the writer thread has handled the outcome.
         self._to_sync: int | None = None
         self._sync_news = anyio.Event()
         self._is_syncing = False
         self._outcome: tuple[int, OSError | None] | None = None
-        # Whether the last write failed, and whether one takes too long at present.
+        # Whether the last write failed, and whether the current one takes longer than `STALL_S`.
         self._has_failed = self._is_behind = False
-        self._failed_s, self._told_s = 0.0, -TELL_S
-        # Whether the folder is lent to a successor, and whether the successor keeps it.
+        self._failed_s, self._warned_s = 0.0, -WARN_S
+        # Whether a successor process holds the folder for now, and whether it keeps the folder for good.
         self._is_lent = self._is_given = False
-        # Set by the writer once it has lent the folder, or cannot.
+        # Set by the writer when it has released the folder, or has found that it cannot.
         self._loan: anyio.Event | None = None
-        # The streams of earlier processes, until they are taken.
+        # The streams of earlier processes, until `take_recovered`.
         self.recovered: dict[str, StreamRecord] = dict(segments.streams)
 
     def __repr__(self) -> str:
         return f"<Journal {'working' if self.is_working else 'failed'}: {self._segments!r}>"
 
     def take_recovered(self) -> tuple[dict[str, StreamRecord], dict[str, StreamRecord]]:
-        """Return the background responses and the streams of earlier processes, once."""
+        """Return the background responses and the other streams of earlier processes, each by id.
+
+        A second call returns nothing, so that no answer is resumed twice.
+        """
         found, self.recovered = self.recovered, {}
         if found:
-            logger.info("%d answers of an earlier server were found in the journal", len(found))
+            logger.info("found %d answers of an earlier server in the journal", len(found))
         responses = {id: each for id, each in found.items() if not each.admitted.route}
         return responses, {id: each for id, each in found.items() if id not in responses}
 
     @property
     def is_working(self) -> bool:
-        """Whether records reach the folder at present."""
+        """Whether the disk currently accepts records without failure or stall."""
         return not (self._has_failed or self._is_behind)
 
     @property
@@ -145,49 +148,49 @@ class Journal:
 
     @property
     def fingerprint(self) -> bytes:
-        """The digest of everything that decides about tokens and texts."""
+        """The digest of the model's files and options that determine tokens and texts."""
         return self._segments.fingerprint
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the current file."""
+        """Return the size of the current segment in bytes."""
         return self._segments.num_bytes
 
     @property
     def kept_bytes(self) -> int:
-        """Return the bytes of all kept records."""
+        """Return the size in bytes of all records that a new segment would repeat."""
         return self._segments.kept_bytes
 
     @property
     def errors(self) -> Mapping[tuple[str, str], int]:
-        """Count the errors of the disk, by what was done and by the error's name."""
+        """Return the number of disk errors by operation and by name of the error, such as `("write", "ENOSPC")`."""
         return self._segments.errors
 
     def behind_s(self) -> float:
-        """Return for how long the oldest record has waited for the disk."""
+        """Return how long the oldest pending record has waited for the disk, in seconds."""
         batch = self._pending
         return time.monotonic() - batch.since if batch.records else 0.0
 
     def has_room(self, num_bytes: int) -> bool:
-        """Return whether a stream of this size may be added."""
+        """Return whether disk and memory have room for a new stream with a request of this size."""
         has_room = self._segments.has_room(num_bytes) and self.streams.has_room()
         return has_room and not self._has_failed
 
     def record(self, id: str) -> StreamRecord | None:
-        """Return what is kept of an ended stream."""
+        """Return the records of a stream, or None if it has expired."""
         return self._segments.streams.get(id)
 
     def put(self, record: Record, stream: DurableStream) -> None:
-        """Hand in a record of a stream.  The next events of the stream are shown once it is written.
+        """Submit a record of a stream.  Readers see the stream's next events only after it is written.
 
-        They are shown after a quarter of a second at the latest: a stalled disk delays durability, not tokens.
+        They wait a quarter of a second at most: a stalled disk delays durability, not tokens.
         """
         batch = self._add((record,))
         if self._holds(batch) and stream.hold(batch):
             batch.on_release.append(stream.wake)
 
     async def write(self, *records: Record) -> None:
-        """Write records; call it before their contents are shown.  It waits as long as events do after `put`."""
+        """Write records before the caller shows their contents.  Waits no longer than events do after `put`."""
         batch = self._add(records)
         if self._holds(batch):
             shown = anyio.Event()
@@ -198,9 +201,9 @@ class Journal:
         return not (self._is_behind or self._is_lent or batch.is_released)
 
     async def admit(self, record: Admitted) -> bool:
-        """Write a request before its client gets an answer.
+        """Write a request before its client gets an answer.  Returns False if the disk takes more than `ADMIT_S` seconds.
 
-        Unlike tokens it cannot be made again, so a slow disk delays it.  Returns whether it was written in time.
+        Lost tokens can be sampled again, but a lost request is gone, so here the client waits even for a stalled disk.
         """
         batch = self._add((record,))
         with anyio.move_on_after(ADMIT_S):
@@ -208,17 +211,22 @@ class Journal:
         return batch.is_written
 
     async def note_end(self, id: str, failure: bytes = b"") -> None:
-        """Write that a stream has ended, with its tokens or as given.  The time for which it is kept begins."""
+        """Record the end of a stream, which starts its retention time.
+
+        Args:
+            failure: the error in its API's format; empty if the tokens contain the end.
+        """
         await self.write(StreamEnded(id, time.time(), failure))
 
     async def delete(self, id: str) -> None:
-        """Write that a stream was deleted or has failed before its answer began, so that no later process finds it."""
+        """Record that a stream was deleted or failed before its answer began, so that no later process resumes it."""
         await self.write(Gone(id))
 
     async def lend(self) -> bool:
-        """Write what was handed in, and give the folder to another server.  Records wait in memory until the next call.
+        """Write all pending records and release the folder to another server.  Later records stay in memory.
 
-        Returns False, and keeps the folder, if the disk does not take them in time: the other server would not find them.
+        Call `take_back` or `give` next.  Returns False, and keeps the folder, if the disk is too slow or fails: the other server would
+        miss records.
         """
         loan = self._loan = anyio.Event()
         self._news.set()
@@ -232,7 +240,7 @@ class Journal:
         return self._is_lent
 
     def take_back(self) -> None:
-        """Write again, in a new segment: the other server has not gone on.  Does nothing if the folder is not lent."""
+        """Resume writing, in a new segment, after the other server has given up.  Does nothing if the folder is not lent."""
         if self._is_lent and not self._is_given:
             self._is_lent = self._pending.is_released = False
             self._pending.since = time.monotonic()
@@ -240,7 +248,7 @@ class Journal:
             self._begun.set()
 
     def give(self) -> list[str]:
-        """Leave the folder to the other server, and write nothing more.  Returns the running streams without a reader here."""
+        """Leave the folder to the other server for good.  Returns the ids of running streams without a reader in this process."""
         self._is_given = self._is_lent = self._has_failed = True
         batch, self._pending = self._pending, PendingRecords()
         for each in (batch, self._pending):
@@ -251,11 +259,11 @@ class Journal:
     async def run_writer(
         self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
     ) -> None:
-        """Write until this is cancelled.  What was handed in until then is still written."""
+        """Write records until cancelled.  Records submitted before the cancellation are still written."""
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._sync_files, name="sync of the journal")
-                tasks.start_soon(self._watch_stalls, name="stalls of the journal")
+                tasks.start_soon(self._sync_files, name="journal sync")
+                tasks.start_soon(self._watch_stalls, name="journal stalls")
                 task_status.started()
                 while True:
                     await self._wait()
@@ -264,11 +272,11 @@ class Journal:
                     if self._loan is not None:
                         await self._lend(self._loan)
         finally:
-            # Bounded: the disk that does not answer keeps a thread, and the watchdog ends the process.
+            # Bounded although shielded: if the disk hangs, the watchdog ends the process.
             with anyio.CancelScope(shield=True):
                 await self._write_pending()
                 await anyio.to_thread.run_sync(self._close, limiter=self._one_thread)
-            # No task writes what comes now, so no caller may wait for it.
+            # Nothing writes later records, so their callers must not wait.
             self._is_behind = True
             self._pending.release()
 
@@ -284,7 +292,7 @@ class Journal:
         return batch
 
     async def _wait(self) -> None:
-        """Wait for records, or until something else is due."""
+        """Wait for records, or until a retry, an fsync or a search for expired streams is due."""
         seconds = RETRY_S if self._has_failed else EXPIRY_S
         if self._is_unsynced and self._to_sync is None:
             seconds = GROUP_S
@@ -293,15 +301,15 @@ class Journal:
         self._news = anyio.Event()
 
     async def _gather(self) -> None:
-        """Wait while the turns of the event loop bring records, so that the tokens of one step are one write.
+        """Wait while each turn of the event loop adds records, so that the tokens of one step share a write.
 
-        The engine hands out the tokens of a step over several turns.  Written turn by turn, they would wait for one thread after the other.
+        The engine delivers the tokens of a step over several turns.  With a write per turn, the last ones would wait for several writes.
         """
         num_before, end_s = 0, time.monotonic() + GATHER_S
-        # A busy event loop may bring records in every turn.
+        # Bounded in time, because a busy event loop may add records in every turn.
         while time.monotonic() < end_s and num_before < len(self._pending.records) < MAX_IN_FRAME:
             num_before = len(self._pending.records)
-            # Tasks of the same turn run in any order, so two looks are a whole turn apart.
+            # Tasks of a turn run in any order: only two checkpoints let every other task run once.
             for _ in range(2):
                 await anyio.lowlevel.checkpoint()
 
@@ -311,7 +319,7 @@ class Journal:
         batch, self._pending = self._pending, PendingRecords()
         outcome, self._outcome = self._outcome, None
         self._writing = batch
-        # The records are in no queue any more, so a cancellation before the thread begins would lose them.
+        # The batch has left the queue, so a cancellation before the thread starts would lose its records.
         with anyio.CancelScope(shield=True):
             act = partial(self._act, batch.records, outcome)
             error = await anyio.to_thread.run_sync(act, limiter=self._one_thread)
@@ -319,16 +327,16 @@ class Journal:
             self._note_written(batch, error)
 
     async def _lend(self, loan: anyio.Event) -> None:
-        """Close the folder behind all writes.  If the lender has given up meanwhile, the next write takes the folder again."""
+        """Release the folder after all writes.  If `lend` has timed out meanwhile, the next write locks it again."""
         if not (self._has_failed or self._is_lent):
             self._is_lent = True
-            # Tokens go on meanwhile.
+            # Answers continue during the loan, with their records in memory.
             self._pending.release()
             await anyio.to_thread.run_sync(self._release, limiter=self._one_thread)
         loan.set()
 
     async def _watch_stalls(self) -> None:
-        """Let tokens go on if the disk takes too long, and those that wait behind them."""
+        """Release the events of all pending records when the disk takes longer than `STALL_S`."""
         while True:
             await self._begun.wait()
             self._begun = anyio.Event()
@@ -336,35 +344,38 @@ class Journal:
                 rest_s = oldest.since + STALL_S - time.monotonic()
                 if rest_s <= 0 and not self._is_behind:
                     self._release_late(oldest)
-                await anyio.sleep(rest_s if rest_s > 0 else LOOK_S)
+                await anyio.sleep(rest_s if rest_s > 0 else POLL_S)
 
     def _oldest(self) -> PendingRecords | None:
-        """Return the records with the longest wait for the disk."""
+        """Return the batch that has waited longest for the disk, or None if none waits."""
         batches = (self._writing, None if self._is_lent else self._pending)
         return next((each for each in batches if each is not None and each.records), None)
 
     def _release_late(self, batch: PendingRecords) -> None:
         self._is_behind = True
-        if time.monotonic() > self._told_s + TELL_S:
-            self._told_s = time.monotonic()
-            logger.warning("the journal is behind: the disk takes more than %g s", STALL_S)
+        if time.monotonic() > self._warned_s + WARN_S:
+            self._warned_s = time.monotonic()
+            logger.warning(
+                "the journal is behind: a write takes more than %g s. Answers continue, but a crash now may lose their last tokens",
+                STALL_S,
+            )
         batch.release()
         self._pending.release()
 
     def _note_written(self, batch: PendingRecords, error: JournalError | None) -> None:
         batch.is_written = error is None
         if error is not None and not self._has_failed:
-            words = "the journal cannot be written, answers do not outlive the server: %s"
-            logger.warning(words, error)
+            words = "cannot write the journal, so answers would not survive a restart; trying again every %g s: %s"
+            logger.warning(words, RETRY_S, error)
         if error is None and self._has_failed:
-            logger.warning("the journal is written again")
+            logger.warning("the journal is written again, with all records since the failure")
         if self._is_behind:
-            # Later records of the next batch wait for it again.
+            # The stall is over, so events wait for their records again.
             self._is_behind = self._pending.is_released = False
         self._has_failed = error is not None
         batch.written.set()
         batch.release()
-        # The streams of ended answers keep their last batch.
+        # An ended stream still refers to its last batch, so free the records here.
         batch.records, batch.on_release = [], []
         if self._to_sync is not None and not self._is_syncing:
             self._is_syncing = True
@@ -373,7 +384,7 @@ class Journal:
     def _act(
         self, records: Sequence[Record], outcome: tuple[int, OSError | None] | None
     ) -> JournalError | None:
-        """Do in the thread what is due.  Returns why the records were not written."""
+        """Write, expire and handle a sync's outcome, in the writer thread.  Returns the error if the records were not written."""
         now = time.monotonic()
         gone: list[Record] = []
         if now - self._expired_s > EXPIRY_S:
@@ -385,7 +396,7 @@ class Journal:
                 self._segments.end_sync(*outcome)
             if self._has_failed and now - self._failed_s < RETRY_S:
                 self._segments.note([*records, *gone])
-                return JournalError("it is tried again later")
+                return JournalError("the next attempt is not due yet")
             self._failed_s = now
             self._segments.write([*records, *gone])
         except JournalError as error:
@@ -397,7 +408,7 @@ class Journal:
         return None
 
     async def _sync_files(self) -> None:
-        """Wait for the disk, one file after the other, while the writer goes on."""
+        """Sync one file after the other in a second thread, while the writer continues."""
         while True:
             await self._sync_news.wait()
             self._sync_news, file = anyio.Event(), self._to_sync

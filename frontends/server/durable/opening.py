@@ -1,4 +1,4 @@
-"""Open the journal of a server at its start."""
+"""Open a server's journal at its start, and compute the fingerprint by which a later server recognises the same model."""
 
 import hashlib
 import os
@@ -14,25 +14,27 @@ from trouper.frontends.server.durable.segments import FolderDisk, JournalError, 
 from trouper.frontends.server.durable.streams import digest_of
 from trouper.frontends.server.shared.settings import ServeSettings
 
-# Files of a model's folder that decide about token ids, and about the prompts of chats.
+# Files in a model's folder that determine token ids and chat prompts.
 TOKENIZER_FILES = "tokenizer.json", "tokenizer.model", "tokenizer_config.json"
 TEMPLATE_FILES = "chat_template.jinja", "chat_template.json"
 
 
 def open_journal(settings: ServeSettings, config: EngineConfig) -> Journal | None:
-    """Open the folder of `--journal`, and find the streams of an earlier server.  Call it from a thread.
+    """Open the folder of `--journal` and recover the streams of an earlier server.  Returns None without that option.
 
-    Returns None without that option.
+    It reads all segments, so call it from a thread.
 
     Raises:
-        TrouperValidationError: the folder cannot be used, or another server uses it.
+        TrouperValidationError: the folder is unusable or in use, or the options contradict each other.
     """
     if settings.journal is None:
         return None
     if not settings.responses_store_bytes:
-        raise invalid("journal", "needs a store of responses: --responses-store-bytes is 0")
+        raise invalid(
+            "journal", "needs the store of responses, so --responses-store-bytes must not be 0"
+        )
     if config.pooler is not None:
-        raise invalid("journal", "a pooling model has no answers that take long")
+        raise invalid("journal", "a pooling model generates no text, so there is nothing to resume")
     disk = FolderDisk(settings.journal)
     segments = Segments(
         disk,
@@ -57,15 +59,18 @@ def open_journal(settings: ServeSettings, config: EngineConfig) -> Journal | Non
     others = {s.admitted.model for s in segments.streams.values()} - {journal.fingerprint}
     if settings.journal_strict and others:
         disk.release()
-        text = "the folder keeps answers of another model; without this option they end with stream_lost"
+        text = (
+            "the journal contains answers of another model, which this one cannot continue; without this option they end with "
+            "the error stream_lost"
+        )
         raise invalid("journal_strict", text, settings.journal)
     return journal
 
 
 def fingerprint(config: EngineConfig) -> bytes:
-    """Return digests of what decides about tokens and texts: weights, configuration, tokenizer and chat template.
+    """Return the concatenated digests of weights, configuration, tokenizer and chat template, which determine tokens and texts.
 
-    Each takes eight bytes, so that the parts of two models can be compared: an accident is to be found, not an attack.
+    Separate digests let an error name the part that has changed.  Eight bytes each are enough against accidents; attacks are out of scope.
     """
     samples = [(sample.num_bytes, sample.digest) for sample in sample_model(config)]
     formats = config.dtype, config.quantization, config.load_format, config.model.hf_config
@@ -80,9 +85,9 @@ def fingerprint(config: EngineConfig) -> bytes:
 
 
 def adapter_digest(folder: str) -> bytes:
-    """Return the SHA-256 of an adapter's files, before an engine has loaded it.
+    """Return the SHA-256 of an adapter's files, which need not be loaded by an engine.
 
-    It may take a second: call it from a thread.  Raises OSError.
+    It may take a second, so call it from a thread.  Raises OSError.
     """
     found = hashlib.sha256()
     for path in sorted(Path(folder).iterdir()):
@@ -93,7 +98,7 @@ def adapter_digest(folder: str) -> bytes:
 
 
 def _files(config: EngineConfig, names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the digests of those files that the model has."""
+    """Return (name, digest) of each of these files in the model's folder."""
     files = [Path(config.tokenizer or config.model.path) / name for name in names]
     return [
         (file.name, hashlib.sha256(file.read_bytes()).hexdigest())

@@ -1,11 +1,11 @@
 """Record the requests of a server, so that `trouper replay` can compute them again and compare the tokens.
 
-A record has the seed, the parameters and digests of the prompt's and the answer's token ids.  It has the ids themselves, and what a
-client wrote into the parameters, only with `--record-content`.  The records are lines of JSON in a file for each run of the server,
-which only its owner can read.
+A record contains the seed, the parameters, and digests of the token ids of prompt and answer.  The ids themselves, and parameters with
+text or tokens of the client, are included only with `--record-content`.  Each run of the server writes files of its own, with one JSON
+record a line, readable only for their owner.
 
-Recording never holds up an answer: handlers hand over encoded lines, and one task writes them in a thread.  If the disk is slower
-than the requests, it drops records and counts them.
+Recording never delays an answer: handlers submit encoded lines, and one task writes them in a thread.  If the disk is too slow, records
+are dropped and counted.
 """
 
 import dataclasses
@@ -40,22 +40,22 @@ if TYPE_CHECKING:
     from trouper.actors.engine.generation import Generation
 
 logger = logging.getLogger(__name__)
-# `trouper replay` finds files by it.
+# `trouper replay` finds the files by this suffix.
 SUFFIX = ".jsonl"
-# Encoded records that wait for the disk: 64 MiB are 150,000 records without content.
+# The memory limit of records queued for the disk: 64 MiB hold about 150,000 records without content.
 MAX_PENDING_BYTES = 64 * 2**20
-# A file of this size is followed by another one.
+# At this size the recorder starts another file.
 MAX_FILE_BYTES = 256 * 2**20
-# Parameters in which a client writes text, or tokens of its own.
+# Parameters that contain text or tokens of the client.
 CONTENT = ("structured_outputs", "bad_words", "stop", "logit_bias", "allowed_token_ids", "extra_args", "stop_token_ids")  # fmt: skip
-# They only decide when an answer ends, and a replay takes the length of the record.
+# Parameters that change only the end or the delivery of an answer.  A replay uses the recorded length instead.
 ENDS_ONLY = ("stop", "output_kind", "stream_interval", "include_stop_str_in_output")
-# Secrets, and options of no concern to the engine of a replay.
+# Secrets, and options without effect on a replay.
 LEFT_OUT = ("hf_token", "shutdown_timeout")
 
 
 class TokenDigest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Some token ids: their number and digest, and the ids themselves if content is recorded."""
+    """Describe a list of token ids by length and digest, with the ids themselves only if content is recorded."""
 
     num: int
     sha256: str
@@ -68,7 +68,7 @@ class TokenDigest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ChoiceRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The answer of one of `n` completions.  It has no finish reason if the client left before its end."""
+    """Describe one of the `n` choices of an answer.  The finish reason is None if the client disconnected before the end."""
 
     index: int
     tokens: TokenDigest
@@ -76,13 +76,13 @@ class ChoiceRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RequestRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One prompt of a request, and its answer.
+    """Describe one prompt of a request and its answer.
 
     Attributes:
-        seed: the given one, or the one that the engine has derived.
+        seed: the client's seed, or else the one that the engine derived.
         params: the sampling parameters that differ from their defaults.
-        adapter: the name of its adapter.
-        withheld: what a replay would need, but the record does not have.
+        adapter: the name of the LoRA adapter.
+        withheld: names of inputs that a replay needs but the record lacks.
     """
 
     id: str
@@ -96,14 +96,14 @@ class RequestRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RecordedAdapter(msgspec.Struct, frozen=True):
-    """The folder of an adapter, and the digest of its files when the server started."""
+    """Describe an adapter by its folder and the digest of its files at the server's start."""
 
     path: str
     sha256: str
 
 
 class RecordHead(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The first line of a file: the model, and the options of its engine that differ from their defaults."""
+    """Describe the server in the first line of a file, with the engine options that differ from their defaults."""
 
     created: float
     trouper: str
@@ -118,24 +118,24 @@ class RecordHead(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def digest(ids: Sequence[int]) -> str:
-    """Return the SHA-256 of token ids, each in eight bytes."""
+    """Return the SHA-256 of token ids in hexadecimal.  Each id counts as eight bytes in native order."""
     return hashlib.sha256(array("q", ids).tobytes()).hexdigest()
 
 
 def line_of(record: object) -> bytes:
-    """Encode one line of a file."""
+    """Encode one line of a record file, with its newline."""
     return msgspec.json.encode(record) + b"\n"
 
 
 def given_params(params: SamplingParams) -> dict[str, Any]:
-    """Return the parameters that differ from their defaults, as plain values."""
+    """Return the parameters that differ from their defaults, as JSON values, without those in `ENDS_ONLY`."""
     plain, defaults = msgspec.to_builtins(params), msgspec.to_builtins(SamplingParams())
     given = {name: value for name, value in plain.items() if value != defaults[name]}
     return {name: value for name, value in given.items() if name not in ENDS_ONLY}
 
 
 class RequestRecording:
-    """Collects the answer of one request to its numbered prompts.
+    """Collect the answer of one request, by prompt and choice, until its end.
 
     Only the handler's task uses it.
     """
@@ -161,13 +161,13 @@ class RequestRecording:
     def listed(
         self, generations: "Iterable[Generation[RequestOutput]]"
     ) -> "Iterator[Generation[RequestOutput]]":
-        """Yield the engine's requests, one for each prompt, which know the numbers from which seeds are derived."""
+        """Yield the engine's requests, one for each prompt, and remember them: they have the ids from which seeds are derived."""
         for i, generation in enumerate(generations):
             self._generations[i] = generation
             yield generation
 
     def note(self, i: int, output: RequestOutput) -> None:
-        """Take an output of prompt `i` with its new tokens."""
+        """Add the new tokens of an output of prompt `i`."""
         if i not in self._first:
             self._first[i] = msgspec.structs.replace(output, outputs=[])
         choices = self._ids.setdefault(i, {})
@@ -177,9 +177,9 @@ class RequestRecording:
                 self._reasons[i, completion.index] = completion.finish_reason
 
     def end(self) -> None:
-        """Hand over the records.  A prompt without tokens has none."""
+        """Submit one record for each prompt with output tokens."""
         for i, first in self._first.items():
-            # Without an engine's request, the answer is one that an earlier process has recorded.
+            # A complete answer of an earlier process needs no engine request, and was recorded there.
             if any(self._ids[i].values()) and i in self._generations:
                 self._recorder.put(self._record(i, first))
         self._first.clear()
@@ -215,18 +215,18 @@ class RequestRecording:
 
 
 def _missing(prompt: Any) -> list[str]:
-    """Name the parts of a prompt besides token ids."""
+    """Name the inputs of a prompt that records never contain: images, sounds and embeddings."""
     if not isinstance(prompt, Mapping):
         return []
     return [name for name in ("multi_modal_data", "prompt_embeds") if prompt.get(name) is not None]  # pyright: ignore[reportUnknownMemberType,reportUnknownVariableType]
 
 
 class RequestRecorder:
-    """Writes the records of one run of a server.
+    """Write the records of one run of a server.
 
     Args:
-        folder: gets a file for this run, and another after each full one.
-        seed: the engine's, from which it derives those of requests.
+        folder: receives a file at the start, and another one after each full file.
+        seed: the engine's seed, from which it derives those of requests without one.
     """
 
     def __init__(self, folder: Path, head: RecordHead, seed: int) -> None:
@@ -234,7 +234,7 @@ class RequestRecorder:
         self._folder, self._head = folder, head
         self._pending: list[bytes] = []
         self._pending_bytes = self._file_bytes = self._num_files = 0
-        # Dropped records, because the disk was too slow or has failed.
+        # Records dropped because the disk was too slow or failed.
         self.num_dropped = 0
         self._has_failed = False
         self._news = anyio.Event()
@@ -247,17 +247,17 @@ class RequestRecorder:
     def begin(
         self, prompts: Sequence[Any], params: SamplingParams, options: RequestOptions
     ) -> RequestRecording:
-        """Begin to record a request."""
+        """Return the recording of a new request."""
         return RequestRecording(self, prompts, params, options)
 
     def changes_of(self, adapter: LoRARequest) -> list[str]:
-        """Name an adapter that was loaded after the start, whose files the head does not describe."""
+        """Return a name for `withheld` if the adapter was loaded after the start, so that the file's first line lacks its digest."""
         first = self._head.adapters.get(adapter.lora_name)
         is_known = first is not None and first.path == os.path.abspath(adapter.lora_path)
         return [] if is_known else [f"the adapter {adapter.lora_name}, loaded after the start"]
 
     def put(self, record: RequestRecord) -> None:
-        """Hand over a record; drop it if too many wait for the disk."""
+        """Submit a record.  It is dropped if the queue for the disk is full."""
         line = line_of(record)
         if self._pending_bytes + len(line) > MAX_PENDING_BYTES:
             self._drop(1, "the disk is too slow")
@@ -269,7 +269,7 @@ class RequestRecorder:
     async def run_writer(
         self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
     ) -> None:
-        """Write until this is cancelled.  What was handed over until then is still written."""
+        """Write records until cancelled.  Records submitted before the cancellation are still written."""
         task_status.started()
         try:
             while True:
@@ -286,7 +286,7 @@ class RequestRecorder:
         if not lines:
             return
         try:
-            # A cancellation would lose the lines.  A disk that does not answer keeps a thread, and the watchdog ends the process.
+            # A cancellation would lose the lines.  If the disk hangs, the watchdog ends the process.
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(
                     self._write, b"".join(lines), limiter=self._one_thread
@@ -298,11 +298,13 @@ class RequestRecorder:
     def _drop(self, num: int, why: str) -> None:
         self.num_dropped += num
         if not self._has_failed:
-            logger.warning("requests are not recorded: %s", why)
+            logger.warning(
+                "dropping records of requests until the disk accepts them again: %s", why
+            )
         self._has_failed = True
 
     def _write(self, data: bytes) -> None:
-        """Append whole lines in the thread; after a failure the next ones begin on a line of their own."""
+        """Append whole lines, in the thread.  After a failure a newline comes first, because the last line may be incomplete."""
         if self._file_bytes > MAX_FILE_BYTES:
             os.close(self._file)
             self._file = self._open()
@@ -328,18 +330,20 @@ class RequestRecorder:
 def open_recorder(
     settings: ServeSettings, config: EngineConfig, args: EngineArgs
 ) -> RequestRecorder | None:
-    """Open the folder of `--record`.  Returns None without that option.  Call it from a thread.
+    """Open the folder of `--record`, and compute the digests of the adapters.  Returns None without that option.
+
+    It reads files, so call it from a thread.
 
     Raises:
-        TrouperValidationError: the folder cannot be written, or the model generates nothing.
+        TrouperValidationError: the folder or an adapter is inaccessible, or the model does not generate.
     """
     if settings.record is None:
         if settings.record_content:
             raise invalid("record_content", "needs a folder: --record DIR")
         return None
     if config.pooler is not None:
-        raise invalid("record", "a pooling model generates nothing that could be replayed")
-    # Imported late, because it imports torch, for which a server should not wait before it listens.
+        raise invalid("record", "a pooling model generates no text, so there is nothing to replay")
+    # Imported here, because it imports torch, and a server should listen before that.
     from trouper.frontends.server.durable.opening import fingerprint
 
     folder = Path(settings.record)
@@ -373,7 +377,7 @@ def _files_of(adapter: LoRARequest) -> RecordedAdapter:
 
 
 def _options(args: EngineArgs) -> dict[str, Any]:
-    """Return the options that differ from their defaults, as far as JSON can hold them.  Paths are absolute."""
+    """Return the options that differ from their defaults, with absolute paths.  Values that JSON cannot express are left out."""
     found: dict[str, Any] = {}
     defaults = EngineArgs()
     for field in dataclasses.fields(args):

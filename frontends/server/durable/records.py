@@ -1,17 +1,17 @@
-"""The records of a journal: their format in a file, and how a later process joins them to streams.  Pure.
+"""Encode the records of a journal to its file format, and restore streams from them in a later process.  Pure.
 
-A *stream* is one request with an answer that must survive the server.  Its records may be lost at the end, be there twice, or have a gap; each
-names its position, so only what follows without a gap counts.  What is lost is sampled again: sampling is a function of the prompt, the
-seed and the position.
+A *stream* is one request with an answer that must survive the server.  After a crash its last records may be lost, repeated, or missing in
+the middle.  Every token record has its position, so recovery uses tokens up to the first gap and ignores duplicates.  Lost tokens are
+sampled again with the same result, because sampling is a function of the prompt, the seed and the position.
 
-A file has a head, and frames behind it, each with one record:
+A file is a header followed by frames.  A frame contains one record, or the token records of one engine step:
 
-    head     magic (8 bytes), id of the segment (16), fingerprint of the model (32)
-    frame    magic u16, kind u8, 0, length u32, number u64, sum (8 bytes), payload, zeros up to a multiple of 8
+    header   magic (8 bytes), id of the segment (16), fingerprint of the model (32)
+    frame    magic u16, kind u8, 0, length u32, number u64, checksum (8 bytes), payload, zeros up to a multiple of 8
 
-The sum covers the segment's id, the number, the kind and the payload.  So a frame counts only if it is whole, in the file to which it was
-written, and behind its predecessors: torn writes, flipped bits and old contents of a disk's sectors are recognised.  A reader continues
-behind a bad frame at the next multiple of 8 at which a good one begins, so one flipped bit costs one frame.
+The checksum covers the segment's id, the number, the kind and the payload.  So a reader detects torn writes, flipped bits, stale disk
+sectors, and frames of another file or out of order.  After a bad frame it resumes at the next multiple of 8 at which a valid frame begins,
+so one flipped bit loses one frame.
 """
 
 import hashlib
@@ -35,26 +35,26 @@ ALIGNMENT = 8
 
 
 class Frame(NamedTuple):
-    """The content of one whole frame."""
+    """Hold the content of one frame with a correct checksum."""
 
     kind: int
     payload: bytes
 
 
 class SegmentHead(NamedTuple):
-    """The head of a file: its own id, and the fingerprint of its model."""
+    """Hold the header of a file: its random id and the fingerprint of its model."""
 
     id: bytes
     fingerprint: bytes
 
 
 def encode_head(head: SegmentHead) -> bytes:
-    """Return the first bytes of a file."""
+    """Return the first bytes of a segment file."""
     return MAGIC + head.id + head.fingerprint
 
 
 def decode_head(data: bytes) -> SegmentHead | None:
-    """Read the first bytes of a file.  Returns None if it is no journal, or one of another version."""
+    """Read the header of a file.  Returns None if the file is not a journal of this version."""
     if len(data) < HEAD_BYTES or not data.startswith(MAGIC):
         return None
     first = len(MAGIC)
@@ -64,11 +64,11 @@ def decode_head(data: bytes) -> SegmentHead | None:
 
 
 def encode_frame(segment: bytes, number: int, frame: Frame) -> bytes:
-    """Encode a frame for its place.
+    """Encode a frame for one position in one file.
 
     Args:
         segment: the id of the file.
-        number: rises within the file.
+        number: the number of the frame, which increases within the file.
     """
     total = _sum(segment, number, frame)
     head = FRAME_HEAD.pack(FRAME_MAGIC, frame.kind, len(frame.payload), number, total)
@@ -77,7 +77,7 @@ def encode_frame(segment: bytes, number: int, frame: Frame) -> bytes:
 
 
 def scan(data: bytes) -> Iterator[Frame]:
-    """Yield the whole frames of a file, in order."""
+    """Yield the valid frames of a file in order, and skip damaged ones."""
     head = decode_head(data)
     if head is None:
         return
@@ -103,16 +103,16 @@ def _sum(segment: bytes, number: int, frame: Frame) -> bytes:
 
 
 class Admitted(msgspec.Struct, frozen=True):
-    """A request was accepted.
+    """Record that a request was accepted, with everything from which a later process can restart it.
 
     Attributes:
         owner: the SHA-256 of its API key; empty on a server without keys.
-        request: what its API needs to begin it again.
-        route: the path of its API; empty for a background response.
+        request: the API's own encoding of the request.
+        route: the path of the API; empty for a background response.
         key: the SHA-256 of its `Idempotency-Key`; empty without one.
         digest: the SHA-256 of its path and body.
-        model: the fingerprint of the model that has begun it.
-        at: seconds of the wall clock.
+        model: the fingerprint of the model of the first process.
+        at: the time of admission, in seconds of the wall clock.
     """
 
     id: str
@@ -126,13 +126,13 @@ class Admitted(msgspec.Struct, frozen=True):
 
 
 class Tokens(msgspec.Struct, omit_defaults=True):
-    """Some tokens of the answer, written before they are sent.
+    """Record new tokens of one choice, before they are sent to the client.
 
     Attributes:
-        position: the number of tokens of this choice before them.
-        prompt, prompt_token_ids, num_cached, media: given with the first tokens of a choice only.
-        choice: the place among all choices of the answer.
-        media: the places of images and sounds in the prompt.
+        position: the number of earlier tokens of this choice.
+        prompt, prompt_token_ids, num_cached, media: set only with the first tokens of a choice.
+        choice: the index among all choices of the answer.
+        media: the positions of images and sounds in the prompt.
     """
 
     id: str
@@ -149,11 +149,11 @@ class Tokens(msgspec.Struct, omit_defaults=True):
 
 
 class StreamEnded(msgspec.Struct, frozen=True):
-    """The answer is complete, or the request has ended in another way.
+    """Record that the answer is complete or has failed.
 
     Attributes:
-        at: seconds of the wall clock, for the time for which it is kept.
-        failure: the end as its API shows it; empty if the tokens contain it.
+        at: the time of the end, in seconds of the wall clock, at which the retention time starts.
+        failure: the error in the API's format; empty if the tokens contain the end.
     """
 
     id: str
@@ -162,24 +162,24 @@ class StreamEnded(msgspec.Struct, frozen=True):
 
 
 class Gone(msgspec.Struct, frozen=True):
-    """The stream was deleted, or kept long enough."""
+    """Record that a stream was deleted or has expired."""
 
     id: str
 
 
 class Whole(msgspec.Struct, frozen=True):
-    """This segment contains all earlier ones, so they no longer count."""
+    """Record that this segment repeats all live records of earlier ones, so recovery ignores those."""
 
 
-# A frame without its payload: its head and padding, and the longer head of a grown list.
+# An upper bound of a frame's header, its padding, and the longer header of a list that has grown.
 FRAME_BYTES = 48
 # The longest encoding of a token id.
 TOKEN_BYTES = 5
 Record = Admitted | Tokens | StreamEnded | Gone | Whole
 KINDS: tuple[type[Any], ...] = (Admitted, Tokens, StreamEnded, Gone, Whole)
-# The kind of a frame with the tokens of several answers.  One frame for each step of the engine has one checksum.
+# The kind of a frame with tokens of several answers: one frame, and so one checksum, for each engine step.
 STEP = len(KINDS)
-# Records in such a frame, because one flipped bit costs them all.
+# Limited, because one flipped bit loses all records of a frame.
 MAX_IN_FRAME = 256
 _encoder = msgspec.msgpack.Encoder()
 _decoders = [msgspec.msgpack.Decoder(kind) for kind in KINDS]
@@ -187,12 +187,12 @@ _step_decoder = msgspec.msgpack.Decoder(list[Tokens])
 
 
 def encode_record(record: Record) -> Frame:
-    """Encode a record; the kind of the frame is that of the record."""
+    """Encode a record as a frame of its kind."""
     return Frame(KINDS.index(type(record)), _encoder.encode(record))
 
 
 def encode_records(records: Iterable[Record]) -> Iterator[Frame]:
-    """Encode records, with neighbouring `Tokens` in one frame."""
+    """Encode records, with up to `MAX_IN_FRAME` consecutive `Tokens` in one frame."""
     for kind, found in groupby(records, type):
         if kind is not Tokens:
             yield from map(encode_record, found)
@@ -203,7 +203,7 @@ def encode_records(records: Iterable[Record]) -> Iterator[Frame]:
 
 
 def decode_frame(frame: Frame) -> Sequence[Record]:
-    """Decode the records of a frame.  Returns nothing for a kind of another version."""
+    """Decode the records of a frame.  Returns an empty list for frames of an unknown version."""
     try:
         if frame.kind == STEP:
             return _step_decoder.decode(frame.payload)
@@ -215,46 +215,49 @@ def decode_frame(frame: Frame) -> Sequence[Record]:
 
 
 def num_bytes(record: Record, *, is_joined: bool = False) -> int:
-    """Bound the bytes that a record takes where all are repeated, alone or joined to the one before."""
+    """Return an upper bound of a record's size in a new segment, in bytes.
+
+    Pass `is_joined` for tokens that extend the record before them, so that they need no frame of their own.
+    """
     if is_joined and isinstance(record, Tokens):
         return TOKEN_BYTES * len(record.token_ids) + len(_encoder.encode(record.logprobs))
     return FRAME_BYTES + len(_encoder.encode(record))
 
 
 class StreamRecord(msgspec.Struct):
-    """The records of one stream.
+    """Collect the records of one stream in memory.
 
     Attributes:
-        tokens: its token records in the order of writing; those of each choice join without a gap.
+        tokens: token records in the order of writing, without gaps between those of a choice.
     """
 
     admitted: Admitted
     tokens: list[Tokens] = []
     ended: StreamEnded | None = None
-    # The known tokens of each choice, and the choices whose last token is known.
+    # The number of tokens by choice, and the finished choices.
     counts: dict[int, int] = {}
     finished: set[int] = set()
 
     @property
     def num_tokens(self) -> int:
-        """Count the known tokens of all choices."""
+        """Return the number of tokens of all choices."""
         return sum(self.counts.values())
 
     def records(self) -> list[Record]:
-        """List the records from which this stream is found again."""
+        """List the records from which `recover` restores this stream."""
         ended: list[Record] = [] if self.ended is None else [self.ended]
         return [self.admitted, *self.tokens, *ended]
 
     def add(self, tokens: Tokens) -> bool:
-        """Take tokens that join on.  Others are copies, or follow a gap.
+        """Append tokens if they continue their choice; ignore duplicates and tokens after a gap.
 
-        Returns whether they were joined to the record before: those of one choice are one record then, so that many steps are repeated
-        and found again as fast as one.  An end without tokens has an event of its own, so it stays a record of its own.
+        Returns True if the tokens were merged into the record before.  Merging makes a new segment and recovery cost one record instead of
+        one for each step.  An end without tokens stays separate, because it has its own event.
         """
         choice = tokens.choice
         num_known = self.counts.get(choice, 0)
         fits = tokens.position == num_known and choice not in self.finished
-        # An end without tokens may come first, so the first record is known by its prompt.
+        # A choice may end without tokens, so the prompt identifies its first record.
         if not fits or not (choice in self.counts or tokens.prompt_token_ids):
             return False
         self.counts[choice] = num_known + len(tokens.token_ids)
@@ -262,7 +265,7 @@ class StreamRecord(msgspec.Struct):
             self.finished.add(choice)
         last = self.tokens[-1] if self.tokens else None
         if last is None or last.choice != choice or not (last.token_ids and tokens.token_ids):
-            # The lists of the record belong to an output that is still read.
+            # Copied, because the lists belong to an output that the handler is still reading.
             copy = msgspec.structs.replace(tokens, token_ids=[*tokens.token_ids])
             copy.logprobs = None if tokens.logprobs is None else [*tokens.logprobs]
             self.tokens.append(copy)
@@ -275,9 +278,9 @@ class StreamRecord(msgspec.Struct):
 
 
 def join(streams: dict[str, StreamRecord], record: Record) -> bool:
-    """Add one record to the streams.  Records must come in the order of writing.
+    """Apply one record to the streams.  Call it in the order of writing.
 
-    Returns whether this one was joined to the one before.
+    Returns whether the record was merged into the one before, as `StreamRecord.add` does.
     """
     match record:
         case Admitted(id):
@@ -295,9 +298,9 @@ def join(streams: dict[str, StreamRecord], record: Record) -> bool:
 
 
 def recover(segments: Iterable[Iterable[Frame]]) -> dict[str, StreamRecord]:
-    """Find the streams in the frames of all segments, the oldest segment first.
+    """Restore the streams by id from the frames of all segments, the oldest segment first.
 
-    A segment that repeats everything replaces those before it, so what was deleted there stays deleted.
+    A segment with a `Whole` record replaces all earlier ones, so that deleted streams stay deleted.
     """
     streams: dict[str, StreamRecord] = {}
     for segment in segments:

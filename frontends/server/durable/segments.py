@@ -1,13 +1,13 @@
-"""Write the records of all streams to the files of a journal, and find them again.  Synchronous: call it from one thread at a time.
+"""Write the records of all streams to the files of a journal, and recover them.  Synchronous: call it from one thread at a time.
 
-A folder belongs to one server at a time.  Its files are called segments.  The laws make every record that was once on the disk readable after
-a crash at any moment:
+A folder belongs to one server at a time.  Its files are called segments.  These laws keep every record that has reached the disk readable
+after a crash at any moment:
 
-1. Segments only grow, and only by the process that made them.  A later process repeats what it found in a new segment.
-2. A segment is never touched again after a short write or a failed fsync: its dirty pages may be lost although a second fsync succeeds.
-   Everything is repeated in a new segment instead.
-3. Earlier segments are removed only when the new one, with everything in it, has reached the disk.
-4. The bytes of all kept streams never exceed half of `max_bytes`, so that an old and a new segment fit together.
+1. A segment is append-only, and only the process that created it appends.  A later process repeats the recovered records in a new segment.
+2. After a short write or a failed fsync, a segment is abandoned and all live records are repeated in a new one: the kernel may have dropped
+   its dirty pages, although a second fsync would succeed.
+3. Earlier segments are removed only after the new one, which repeats all live records, was synced.
+4. New streams are refused when the live records would exceed half of `max_bytes`, so that an old and a new segment fit together.
 """
 
 import errno
@@ -42,10 +42,10 @@ LOCK = "lock"
 
 
 class Disk(Protocol):
-    """Do for a journal what concerns its folder.  Every method may raise OSError, and may take long: call it from a thread."""
+    """Access the files of a journal.  Every method may raise OSError and may block: call it from a thread."""
 
     def names(self) -> list[str]:
-        """List the segments, the oldest first."""
+        """List the names of the segments, the oldest first."""
         ...
 
     def read(self, name: str) -> bytes: ...
@@ -55,11 +55,11 @@ class Disk(Protocol):
         ...
 
     def write(self, file: int, data: bytes) -> int:
-        """Append bytes.  Returns how many were written, which may be fewer."""
+        """Append bytes.  Returns the number of bytes written, which may be smaller."""
         ...
 
     def sync(self, file: int) -> None:
-        """Wait until what was written survives a loss of power.  After an error, never call it again for this file."""
+        """Wait until all written bytes survive a power failure.  After an error, never call it again for this file."""
         ...
 
     def close(self, file: int) -> None: ...
@@ -69,15 +69,15 @@ class Disk(Protocol):
     def sync_folder(self) -> None: ...
 
     def release(self) -> None:
-        """Give the folder to another server.  The next `names` asks for it again."""
+        """Unlock the folder for another server.  The next `names` locks it again."""
         ...
 
 
 class FolderDisk:
-    """A folder of the file system.
+    """Keep segments in a folder of the file system, locked against other servers.
 
     Raises:
-        TrouperValidationError: the folder belongs to another user, others may write to it, or another server uses it.
+        TrouperValidationError: the folder belongs to another user, is writable for others, or is in use by another server.
     """
 
     def __init__(self, path: str) -> None:
@@ -95,7 +95,7 @@ class FolderDisk:
         return f"<FolderDisk {self._path}>"
 
     def _hold(self) -> None:
-        """Take the folder, unless this server has it.  Raises BlockingIOError if another server uses it."""
+        """Lock the folder if this server does not hold it.  Raises BlockingIOError if another server uses it."""
         if self._folder >= 0:
             return
         try:
@@ -158,17 +158,17 @@ DIGITS = 12
 
 
 class JournalError(Exception):
-    """The journal cannot be written: the disk is full, or fails."""
+    """Report that the journal cannot be written, because the disk is full or fails."""
 
 
 class Segments:
-    """The journal of one process.  `streams` is everything that it keeps.
+    """Write the journal of one process and mirror its live streams in memory, in `streams`.
 
     Args:
-        fingerprint: names the model, in the head of each segment.
+        fingerprint: identifies the model in the header of each segment.
         new_id: makes the random id of a segment.
-        max_bytes: the most bytes in the folder.
-        syncs: whether every write waits for the disk.
+        max_bytes: the limit of the folder's size.
+        syncs: whether every write includes an fsync.
     """
 
     def __init__(
@@ -182,15 +182,15 @@ class Segments:
     ) -> None:
         self.streams: dict[str, StreamRecord] = {}
         self.fingerprint = fingerprint
-        # By what was done and by the error's name.
+        # By operation and by name of the error.
         self.errors: Counter[tuple[str, str]] = Counter()
         self._disk, self._new_id = disk, new_id
         self._max_bytes, self._syncs = max_bytes, syncs
-        # The bytes of each kept stream, and of all.  Another thread may read the sum.
+        # The size of each live stream, and their sum, which other threads may read.
         self._sizes: dict[str, int] = {}
         self.kept_bytes = 0
         self._file: int | None = None
-        # The file that another thread syncs, which must not be closed meanwhile.
+        # The file in the sync thread, which must stay open meanwhile.
         self._syncing: int | None = None
         self._id = b""
         self._number = self._num_bytes = self._last = 0
@@ -200,20 +200,20 @@ class Segments:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the current segment."""
+        """Return the size of the current segment in bytes."""
         return self._num_bytes
 
     def has_room(self, num_bytes: int) -> bool:
-        """Return whether a new stream of this size may be kept.  The room for its tokens is checked as they come."""
+        """Return whether the folder has room for a new stream with a request of this size, without its tokens."""
         return 2 * (self.kept_bytes + num_bytes) <= self._max_bytes
 
     def ended_before(self, at: float) -> list[str]:
-        """List the streams that ended before a time of the wall clock, and are kept no longer."""
+        """List the ids of the streams that ended before `at`, in seconds of the wall clock."""
         ends = ((id, stream.ended) for id, stream in self.streams.items())
         return [id for id, ended in ends if ended is not None and ended.at < at]
 
     def begin(self) -> None:
-        """Find the streams of earlier processes, and repeat them in a segment of this one.
+        """Recover the streams of earlier processes, and repeat their records in a new segment.
 
         Raises:
             JournalError: the new segment cannot be written.
@@ -230,10 +230,10 @@ class Segments:
         self.rotate()
 
     def write(self, records: Iterable[Record]) -> None:
-        """Write records.  When it returns, they survive the end of the process, and with `syncs` a loss of power.
+        """Write records.  After the call they survive a crash of the process, and with `syncs` also a power failure.
 
         Raises:
-            JournalError: neither this segment nor a new one can be written.  The records are remembered for the next one.
+            JournalError: neither this segment nor a new one can be written.  The records stay in memory for the next attempt.
         """
         noted = self._note_all(records)
         if not noted and self._file is not None:
@@ -257,20 +257,20 @@ class Segments:
         return self._file
 
     def sync(self, file: int) -> None:
-        """Wait until everything in a file survives a loss of power.  Another thread may write meanwhile.  Raises OSError."""
+        """Wait until the content of a file survives a power failure.  Another thread may write meanwhile.  Raises OSError."""
         self._disk.sync(file)
 
     def end_sync(self, file: int, error: OSError | None) -> None:
-        """Note that the disk has synced a file, or how this has failed.
+        """Handle the outcome of `sync`.  After an error, all records are repeated in a new segment.
 
-        What a replaced file contains has reached the disk in its successor, so its failure does not matter.
+        An error is ignored if `file` was replaced meanwhile, because its successor repeats its records and was synced.
 
         Raises:
-            JournalError: it has failed, and no new segment can be written.
+            JournalError: the sync has failed, and no new segment can be written.
         """
-        was_kept, self._syncing = self._syncing == file, None
-        if not was_kept:
-            # It was closed together with the segment.
+        was_open, self._syncing = self._syncing == file, None
+        if not was_open:
+            # `close` has already closed it.
             return
         if file != self._file:
             self._close(file)
@@ -280,16 +280,16 @@ class Segments:
             self.rotate()
 
     def rotate(self) -> None:
-        """Repeat everything in a new segment, and remove the earlier ones.
+        """Repeat all live records in a new segment, sync it, and remove the earlier segments.
 
         Raises:
-            JournalError: it cannot be written.  The earlier segments are still there.
+            JournalError: the new segment cannot be written.  The earlier segments remain.
         """
         self._abandon()
         file: int | None = None
         try:
             earlier = self._disk.names()
-            # A successor that did not take over may have made some, too.
+            # Read from the disk, because a successor that has given up may have created segments, too.
             self._last = 1 + max(self._last, *map(_number_of, earlier), 0)
             name = f"{self._last:0{DIGITS}}{SUFFIX}"
             file = self._disk.create(name)
@@ -309,11 +309,11 @@ class Segments:
             try:
                 self._disk.unlink(old)
             except OSError:
-                # It no longer counts, and the next rotation tries again.
+                # Harmless: recovery ignores it, and the next rotation tries again.
                 pass
 
     def close(self, *, syncs: bool = False) -> None:
-        """Close all files, with `syncs` once everything has reached the disk.  Idempotent."""
+        """Close all files, with `syncs` after an fsync.  Idempotent."""
         late, self._syncing = self._syncing, None
         if late is not None and late != self._file:
             self._close(late)
@@ -325,16 +325,16 @@ class Segments:
         self._abandon()
 
     def release(self) -> None:
-        """Close the segment and give the folder to another server.  The next write takes it back, in a new segment."""
+        """Close the segment and unlock the folder for another server.  The next write locks it again and starts a new segment."""
         self._abandon()
         self._disk.release()
 
     def note(self, records: Iterable[Record]) -> None:
-        """Remember records for the next segment, without writing them now."""
+        """Keep records in memory for the next segment, without writing them now."""
         self._note_all(records)
 
     def _note_all(self, records: Iterable[Record]) -> list[Record]:
-        """Remember records.  Returns them as a list."""
+        """Apply records to `streams` and their sizes.  Returns the records as a list."""
         noted = list(records)
         for record in noted:
             is_joined = join(self.streams, record)
@@ -354,7 +354,7 @@ class Segments:
         self._write_all(file, bytes(data))
 
     def _write_all(self, file: int, data: bytes) -> None:
-        """Raises OSError if not everything was written: a torn frame must be the last of its file."""
+        """Write all bytes or raise OSError: nothing may follow a torn frame in its file."""
         num_written = self._disk.write(file, data)
         self._num_bytes += num_written
         if num_written != len(data):

@@ -1,10 +1,12 @@
-"""The durable streams of a server: answers that outlive their connections, each found by its owner.  Synchronous, but for waiting readers.
+"""Hold a server's durable streams: answers that survive their connections, so that a client can reconnect and continue reading.
 
-Laws.
-1. A cursor counts tokens of each choice, and then events.  It depends neither on the pace of readers nor on the server's restarts.
-2. Only its owner finds a stream.
-3. The events of a running stream stay in memory.  Those of an ended one are dropped when all together exceed a limit; the journal
-   contains the tokens from which they are made again.
+Everything is synchronous except waiting readers.
+
+Laws:
+1. A cursor counts the tokens of each choice and then the events after them.  So it is the same at any reading speed and after a restart.
+2. Only the owner of a stream, by API key, can find it.
+3. The events of a running stream stay in memory.  Those of ended streams are evicted above a limit, oldest stream first, and rebuilt from
+   the journal's tokens when a client asks.
 """
 
 import hashlib
@@ -23,35 +25,39 @@ from trouper.frontends.server.durable.records import PART_BYTES, StreamRecord
 from trouper.frontends.server.shared.errors import HTTPError
 from trouper.params import SamplingParams
 
-# The cursor behind the mark at the end of a stream.
+# The cursor of the last event, which marks the end of a stream.
 END = "end"
 CURSOR = re.compile(r"(\d{1,9}(?:\.\d{1,9})*)(?:-(\d{1,9}))?")
 MAX_CURSOR = 4096
-# In the text of an object; it differs in each process.
+# An address in the `repr` of an object, which differs between processes.
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-# The parts of a fingerprint, for the reason of a lost stream.
+# The parts of a fingerprint in order, for error messages.
 PARTS = ("weights", "configuration", "tokenizer", "chat template")
-# An entry takes its frame with a header of 33 bytes, a tuple of 64, and a cursor with its numbers of about 150.
+# The overhead of an event: 33 bytes for the bytes object, 64 for its tuple, and about 150 for its cursor.
 ENTRY_BYTES = 256
 
 
 def cursor_invalid() -> HTTPError:
-    rule = "Last-Event-ID: must be the id of an event of this stream"
+    rule = "Last-Event-ID: must be the id of an event of this stream; leave it out to read from the beginning"
     return HTTPError(400, "cursor_invalid", rule, param="Last-Event-ID")
 
 
 class Cursor(NamedTuple):
-    """A place in a stream: `17` is behind the first event with 17 tokens, `17-1` behind the next event.  Choices are separated by dots."""
+    """Name a position in a stream, as the `id` of an event.
+
+    `17` is the position after the first event of token 17, and `17-1` after the next event.  With several choices, the numbers of tokens
+    are separated by dots: `17.12-1`.
+    """
 
     tokens: tuple[int, ...]
     num_more: int = 0
 
     @classmethod
     def parse(cls, text: str, num_choices: int) -> Self:
-        """Read the cursor of a client.
+        """Parse a client's cursor.
 
         Raises:
-            HTTPError: it belongs to no stream with this number of choices.
+            HTTPError: the cursor is malformed, or has another number of choices.
         """
         found = CURSOR.fullmatch(text) if len(text) <= MAX_CURSOR else None
         tokens = () if found is None else tuple(map(int, found[1].split(".")))
@@ -64,22 +70,22 @@ class Cursor(NamedTuple):
         return f"{places}-{self.num_more}" if self.num_more else places
 
     def covers(self, entry: "LoggedEvent") -> bool:
-        """Return whether a client with this cursor has an event.
+        """Return whether a client with this cursor has received an event.
 
-        After damage the choices may advance in another order than before.  Then the tokens of the event's own choice decide.
+        Choices that are sampled again after data loss may advance in another order than before.  Then only the event's own choice counts.
         """
         if entry.cursor.tokens == self.tokens:
             return entry.cursor.num_more <= self.num_more
         return entry.cursor.tokens[entry.choice] <= self.tokens[entry.choice]
 
     def joined(self, other: "Cursor") -> "Cursor":
-        """Return the cursor of a client with this one after an event at the other."""
+        """Return the cursor of a client with this cursor after it has received an event at `other`."""
         tokens = tuple(map(max, self.tokens, other.tokens))
         return Cursor(tokens, other.num_more)
 
 
 class LoggedEvent(NamedTuple):
-    """One event: its bytes, the last choice to advance, and its place.  The mark at the end has no place, because no reader needs it again."""
+    """Hold one event: its bytes, the choice that advanced last, and its position.  The end marker has no position of its own."""
 
     frame: bytes
     choice: int
@@ -88,28 +94,28 @@ class LoggedEvent(NamedTuple):
 
 
 class HeldRecords(Protocol):
-    """Records of one write."""
+    """Represent a batch of records that is being written."""
 
     @property
     def is_released(self) -> bool:
-        """Whether what depends on them may be shown."""
+        """Whether events that depend on these records may be sent."""
         ...
 
 
 class DurableStream:
-    """The answer to one durable request, for readers that come and go while it grows.
+    """Buffer the answer to one durable request, for any number of readers that may connect and disconnect while it grows.
 
     Args:
-        id: of the reply.
+        id: the id of the reply.
         owner: the SHA-256 of the API key.
-        key, digest: of the `Idempotency-Key` and of the request.
-        at: seconds of the wall clock at which it was admitted.
+        key, digest: the SHA-256 of the `Idempotency-Key`, and of path and body.
+        at: the time of admission, in seconds of the wall clock.
 
     Attributes:
-        error: how it has failed; readers get it behind the events.
-        is_cold: whether it has ended and its events must be made again.
-        is_cut: whether this process ended before the answer.
-        notes_end: whether the journal does not contain its end yet.
+        error: the failure of the answer, which readers get after its events.
+        is_cold: whether it has ended and its events were evicted.
+        is_cut: whether this process stopped before the end of the answer.
+        notes_end: whether its end must still be written to the journal.
     """
 
     def __init__(
@@ -123,22 +129,22 @@ class DurableStream:
         self.error: Exception | None = None
         self.is_over = self.is_cold = self.is_cut = False
         self.notes_end = True
-        # Set when the request was written to the journal.
+        # Whether the request was submitted to the journal.
         self.is_admitted = False
         self.ended_at = 0.0
-        # Sends the events of a background response, which its own store keeps.
+        # For a background response: sends its events from the response store.
         self.attach: Callable[[Any, Any], Awaitable[None]] | None = None
-        # Makes the events again, from what the journal has kept.
+        # Rebuilds the events from the journal's records.
         self.make_again: Callable[[StreamRecord], None] | None = None
         self.entries: list[LoggedEvent] = []
-        # Batches before their release, with the number of events in front of each.  At most two: one is written while the next one
+        # Unreleased batches, each with the number of events that do not depend on it.  At most two: one is being written while the next one
         # grows.
         self._held: deque[tuple[HeldRecords, int]] = deque()
         self.num_bytes = 0
         self.num_readers = 0
-        # Set at the next event or at the end, if a reader waits for it.
+        # Set at the next event or at the end.  None if no reader waits.
         self._news: anyio.Event | None = None
-        # Set when a reader comes and when the last one leaves.
+        # Set, and replaced, whenever a reader connects or disconnects.
         self.turn = anyio.Event()
         self._choice, self._cursor = 0, Cursor((0,), -1)
 
@@ -158,23 +164,26 @@ class DurableStream:
 
     @property
     def cursor(self) -> Cursor:
-        """Return the place behind the last event."""
+        """The position after the last event."""
         return Cursor(self._cursor.tokens, max(0, self._cursor.num_more))
 
     def restart(self, num_choices: int) -> None:
-        """Begin with the first event, for an answer with this number of choices."""
+        """Reset the position to the beginning, for an answer with this number of choices."""
         self.num_choices = num_choices
         self._choice, self._cursor = 0, Cursor((0,) * num_choices, -1)
 
     def advance(self, choice: int, num_tokens: int) -> None:
-        """Note that the next events belong to further tokens of a choice."""
+        """Count new tokens of a choice, to which the next events belong."""
         if num_tokens:
             tokens = list(self._cursor.tokens)
             tokens[choice] += num_tokens
             self._choice, self._cursor = choice, Cursor(tuple(tokens), -1)
 
     def hold(self, batch: HeldRecords) -> bool:
-        """Show the next events only when a batch is released.  Returns whether this is news: the batch must call `wake` then."""
+        """Withhold the next events until a batch is released.
+
+        Returns True for the first call with a batch.  The caller must then arrange that the release calls `wake`.
+        """
         self._drop_released()
         is_new = not (self._held and self._held[-1][0] is batch)
         if is_new:
@@ -182,12 +191,12 @@ class DurableStream:
         return is_new
 
     def begin(self, status: int, *, is_events: bool) -> None:
-        """Note the head of the answer."""
+        """Set the status and the kind of the answer, for which readers wait in `wait_head`."""
         self.status, self.is_events = status, is_events
         self.wake()
 
     def add(self, frame: bytes, *, is_end: bool = False) -> None:
-        """Append an event, or a part of a whole reply."""
+        """Append an event, or a chunk of a reply without events."""
         if not is_end:
             self._cursor = Cursor(self._cursor.tokens, self._cursor.num_more + 1)
         self.entries.append(LoggedEvent(frame, self._choice, self._cursor, is_end))
@@ -196,47 +205,47 @@ class DurableStream:
             self.wake()
 
     def end(self, at: float, error: Exception | None = None, *, is_cut: bool = False) -> None:
-        """Take no more events.  The first end counts."""
+        """End the answer, and wake its readers.  Only the first call has an effect."""
         if not self.is_over:
             self.is_over, self.ended_at = True, at
             self.error, self.is_cut = error, is_cut
         self.wake()
 
     def cool(self) -> None:
-        """Forget the events of an ended answer, which the journal can make again."""
+        """Evict the events of an ended answer, which can be rebuilt from the journal."""
         self.entries, self.num_bytes = [], 0
         self._held.clear()
         self.is_cold = True
 
     def warm(self) -> None:
-        """Prepare to make the events of an ended answer again."""
+        """Prepare to rebuild the evicted events of an ended answer."""
         self.is_cold = self.is_over = False
         self.status = 0
 
     @contextmanager
     def read(self) -> Generator[None]:
-        """Count a reader.  Without one, the answer is given up after some time."""
+        """Count a reader during the block.  An answer without readers is aborted after `--stream-grace`."""
         self.num_readers += 1
-        self._tell_turn()
+        self._signal_turn()
         try:
             yield
         finally:
             self.num_readers -= 1
-            self._tell_turn()
+            self._signal_turn()
 
     @property
     def num_shown(self) -> int:
-        """The number of events that readers may get."""
+        """The number of events that readers may receive, because their records are written."""
         self._drop_released()
         return self._held[0][1] if self._held else len(self.entries)
 
     def _drop_released(self) -> None:
-        """Forget the batches whose events may be shown, also without a reader: a batch contains the records of all streams."""
+        """Drop released batches.  `hold` does this, too, because without readers a stream would retain the records of all streams."""
         while self._held and self._held[0][0].is_released:
             self._held.popleft()
 
     async def wait(self, num_entries: int) -> int:
-        """Wait for more events than these, or for the end.  Returns how many may be shown."""
+        """Wait until more than `num_entries` events may be sent, or until the end.  Returns the number of sendable events."""
         while (num := self.num_shown) <= num_entries:
             if self.is_over and num == len(self.entries):
                 break
@@ -244,13 +253,13 @@ class DurableStream:
         return num
 
     async def wait_end(self) -> None:
-        """Wait until there is nothing more to show."""
+        """Wait until the answer has ended and all its events may be sent."""
         num = 0
         while not (self.is_over and num == len(self.entries)):
             num = await self.wait(num)
 
     async def wait_head(self) -> None:
-        """Wait for the head of the answer, or for its end."""
+        """Wait until the status of the answer is known, or until it ends without one."""
         while not self.status and not self.is_over:
             await self._wait_news()
 
@@ -260,22 +269,22 @@ class DurableStream:
         await self._news.wait()
 
     def wake(self) -> None:
-        """Let readers look again."""
+        """Wake the waiting readers to check for new events."""
         if self._news is not None:
             self._news.set()
             self._news = None
 
-    def _tell_turn(self) -> None:
+    def _signal_turn(self) -> None:
         self.turn.set()
         self.turn = anyio.Event()
 
 
 class DurableStreams:
-    """All durable streams of a server, the oldest first.
+    """Index all durable streams of a server by id and by `Idempotency-Key`, the oldest first.
 
     Args:
-        max_bytes: of the events of ended streams that stay in memory.
-        retain_s: seconds for which a stream is kept after its end.
+        max_bytes: the memory limit for the events of ended streams.
+        retain_s: how long an ended stream remains readable, in seconds.
     """
 
     def __init__(self, max_bytes: int, retain_s: float) -> None:
@@ -283,7 +292,7 @@ class DurableStreams:
         self._streams: dict[str, DurableStream] = {}
         self._keys: dict[tuple[bytes, bytes], DurableStream] = {}
         self.num_resumed = 0
-        # By reason.
+        # The number of lost streams by reason: "model" or "request".
         self.num_lost: dict[str, int] = {}
 
     def __repr__(self) -> str:
@@ -297,9 +306,9 @@ class DurableStreams:
         return sum(stream.num_bytes for stream in self._streams.values())
 
     def has_room(self) -> bool:
-        """Return whether the events of running streams leave room for another one.
+        """Return whether the events of running streams leave memory for another stream.
 
-        Those of running streams are bounded by this check and by what the open requests can still generate.
+        Running streams are not evicted, so this check and the tokens that open requests can still generate bound their memory.
         """
         running = sum(s.num_bytes for s in self._streams.values() if not s.is_over)
         return running <= self._max_bytes
@@ -318,27 +327,27 @@ class DurableStreams:
             del self._keys[place]
 
     def remove(self, id: str) -> DurableStream | None:
-        """Forget and return the stream of an id, if there is one."""
+        """Remove and return the stream with this id.  Returns None if it does not exist."""
         stream = self._streams.get(id)
         if stream is not None:
             self.forget(stream)
         return stream
 
     def count_lost(self, reason: str) -> None:
-        """Count a stream that cannot go on: its `model` or its `request` has changed."""
+        """Count a stream that cannot be resumed because its `"model"` or its `"request"` has changed."""
         self.num_lost[reason] = self.num_lost.get(reason, 0) + 1
 
     def find(self, owner: bytes, id: str) -> DurableStream | None:
-        """Return the stream of this id if it belongs to this owner."""
+        """Return the stream with this id if it belongs to this owner, else None."""
         stream = self._streams.get(id)
         return None if stream is None or stream.owner != owner else stream
 
     def repeated(self, owner: bytes, key: bytes) -> DurableStream | None:
-        """Return the stream of an earlier request with this key."""
+        """Return the stream of this owner's earlier request with the same `Idempotency-Key`, or None."""
         return self._keys.get((owner, key))
 
     def note_begin(self, id: str) -> None:
-        """Note that a background response is kept, and that its own store has it."""
+        """Note that a background response is in the response store, from which readers can follow it."""
         if id in self._streams:
             self._streams[id].begin(200, is_events=False)
 
@@ -352,14 +361,14 @@ class DurableStreams:
         return [stream for stream in self._streams.values() if stream.owner == owner]
 
     def count(self) -> dict[str, int]:
-        """Count the streams by their state."""
+        """Return the number of streams by state."""
         found = {"running": 0, "completed": 0, "failed": 0}
         for stream in self._streams.values():
             found[stream.state] += 1
         return found
 
     def unread(self) -> list[str]:
-        """List the ids of running streams without a reader."""
+        """List the ids of running streams without readers."""
         return [s.id for s in self._streams.values() if not (s.is_over or s.num_readers)]
 
     async def wait_unread(self) -> None:
@@ -369,9 +378,9 @@ class DurableStreams:
             await turn.wait()
 
     def tidy(self, now: float) -> None:
-        """Forget the streams whose time is over, and drop the events of the oldest ended streams beyond the limit.
+        """Remove expired streams, and evict the events of the oldest ended streams above the memory limit.
 
-        A stream with readers stays, however old it is.
+        Streams with readers stay at any age.  `now` is in seconds of the wall clock.
         """
         idle = [s for s in self._streams.values() if s.is_over and not s.num_readers]
         for stream in idle:
@@ -387,12 +396,16 @@ class DurableStreams:
 
 
 def lost(reason: str) -> HTTPError:
-    """Make the error of a stream that cannot go on."""
-    return HTTPError(410, "stream_lost", f"stream_lost: {reason}, so this answer cannot go on")
+    """Return the error (410) of an answer that cannot be resumed for this reason."""
+    return HTTPError(
+        410,
+        "stream_lost",
+        f"stream_lost: {reason}, so this answer cannot be resumed; send the request again",
+    )
 
 
 def lost_reason(then: bytes, now: bytes) -> str | None:
-    """Compare two fingerprints of models.  Returns what has changed, or None."""
+    """Return which parts of the model differ between two fingerprints, as a clause for `lost`, or None if they are equal."""
     if then == now:
         return None
     size = PART_BYTES
@@ -403,10 +416,10 @@ def lost_reason(then: bytes, now: bytes) -> str | None:
 
 
 def answer_digest(params: SamplingParams, answers: AnswerFormat, max_model_len: int) -> bytes:
-    """Return a digest of what decides about one answer besides its model, its prompt and its adapter.
+    """Return a digest of everything that determines an answer besides its model, prompt and adapter.
 
-    The server's own options give defaults for a request, so a later server may resolve the same body to something else.
-    Fields with their defaults do not count, because a later version may have more of them.
+    Defaults come from the server's options, so a later server may resolve the same body to other parameters.  Fields with default values
+    are left out, so that new fields of a later version do not change the digest.
     """
     tools, usual = None if answers.tools is None else answers.tools.name, type(params)()
     given = {name: value for name, value in asdict(params).items() if value != getattr(usual, name)}
@@ -418,6 +431,6 @@ def _text_of(value: object) -> str:
 
 
 def digest_of(facts: object) -> bytes:
-    """Return eight bytes of the SHA-256 of facts, which are the same in every process."""
+    """Return eight bytes of the SHA-256 of JSON-like facts.  Equal facts have equal digests in every process."""
     encoded = msgspec.json.encode(facts, order="deterministic", enc_hook=_text_of)
     return hashlib.sha256(encoded).digest()[:PART_BYTES]

@@ -1,7 +1,8 @@
-"""Answer durable requests: in a task of their own, with their tokens in the journal, for readers that come and go.
+"""Run the handlers of durable requests in background tasks, and resume them after a restart of the server.
 
-A handler of any API runs as it does for a client, but what it sends goes to a `DurableStream`.  A later process runs the same handler
-with the kept body, id, time and seed, and the driver goes on behind the kept tokens.  So all events are the same in each process.
+The handler of any API runs unchanged, but its output goes to a `DurableStream` instead of a connection.  After a restart, the new process
+runs the same handler with the saved body, id, time and seed.  The driver replays the tokens in the journal and generates the remaining
+ones, so clients see the same events as without the restart.
 """
 
 import logging
@@ -41,12 +42,12 @@ from trouper.params import RequestOutputKind
 
 logger = logging.getLogger(__name__)
 KEY = "Idempotency-Key"
-# The seeds of the choices of two prompts are further apart than an answer has choices.
+# The distance between the seeds of two prompts: more than the number of choices, whose seeds are consecutive.
 SEED_STEP = 2**32
 
 
 class SavedIdentity(msgspec.Struct, frozen=True):
-    """Digests by which a later server recognises that it would answer a request in another way.
+    """Store digests of a request's inputs from outside its body, so that a later server refuses to resume it if they have changed.
 
     Attributes:
         adapter: the digest of the adapter's files; empty without one.
@@ -58,11 +59,12 @@ class SavedIdentity(msgspec.Struct, frozen=True):
 
 
 class SavedCall(msgspec.Struct, frozen=True):
-    """The part of a request from which a later process can begin it again.
+    """Store everything that a later process needs to run a request again.
 
     Attributes:
-        unique_id, request_id, created: the identity of the reply.
-        pieces: the items of a response's conversation, which the body may only name.
+        unique_id, request_id, created: the server's id, the client's id and the creation time in the reply.
+        timeout_s: the time limit of the request, in seconds.
+        pieces: the encoded items of a response's conversation, to which the body may refer by id.
     """
 
     body: bytes
@@ -79,37 +81,43 @@ class SavedCall(msgspec.Struct, frozen=True):
 def find_repeated(
     service: Service, context: RequestContext, key: bytes, digest: bytes
 ) -> DurableStream | None:
-    """Return the stream of an earlier request with the same key.  Raises HTTPError (422) if its body was another one."""
+    """Return the stream of the client's earlier request with the same idempotency key, or None.
+
+    Raises:
+        HTTPError: (422) the earlier request had another path or body.
+    """
     assert service.journal is not None
     found = service.journal.streams.repeated(context.key_digest, key) if key else None
     if found is not None and found.digest != digest:
-        text = f"{KEY}: an earlier request with this key had another path or body; use a new key"
+        text = (
+            f"{KEY}: an earlier request with this key had a different path or body; use a new key"
+        )
         raise HTTPError(422, "idempotency_mismatch", text, param=KEY)
     return found
 
 
 class Remains(Enum):
-    """Name what remains of a durable request after a run of its handler."""
+    """Decide what a server retains of a durable request when its handler ends: the answer, only the request, or nothing."""
 
-    # The answer, complete or with its failure.
+    # Retain the answer, complete or with its error.
     END = auto()
-    # The request: a later process may answer it, this one does not.
+    # Retain the request, so that a later process can resume it.
     REQUEST = auto()
-    # The request in the journal, and here its key is free.
+    # Retain the request in the journal, but release its idempotency key in this process.
     NOTHING_HERE = auto()
-    # Nothing: the client may send it again with the same key.
+    # Retain nothing, so that the client can retry with the same key.
     NOTHING = auto()
 
 
 def what_remains(
     error: Exception | None, *, has_begun: bool, is_resumed: bool, is_draining: bool
 ) -> Remains:
-    """Decide what remains of a request after a run.
+    """Decide what to retain of a durable request after its handler has ended with this error or with none.
 
     Args:
-        has_begun: whether there is something of an answer, so that the key is bound to it.
-        is_resumed: whether an earlier process has admitted it.  What is lost here, or refused for now, may go on in a later one.
-        is_draining: whether this process ends.  As after the death of the engine, its failures are not those of the request.
+        has_begun: whether the answer has begun, so that the key must stay bound to it.
+        is_resumed: whether an earlier process admitted the request.  If this process cannot resume it, a later one may.
+        is_draining: whether this process is shutting down.  Its failures, like those of a dead engine, are not the request's fault.
     """
     is_last = is_draining or isinstance(error, EngineDeadError)
     if error is None:
@@ -122,11 +130,13 @@ def what_remains(
 
 
 class StreamRun:
-    """One run of the handler of a durable request, and the `DurableAnswer` of its context.
+    """Run the handler of a durable request once, and collect its output in the stream.
+
+    It implements `DurableAnswer`, through which the handler reaches it.
 
     Args:
-        context: of the request, with a ticket of its own.
-        record: what an earlier process has kept.
+        context: the request's context, with its own admission ticket and without a connection.
+        record: the journal's records of an earlier process, from which to resume.
     """
 
     def __init__(
@@ -156,15 +166,15 @@ class StreamRun:
 
     @property
     def pieces(self) -> list[bytes]:
-        """Return the kept conversation, if the answer goes on."""
+        """The saved conversation of a resumed answer, else an empty list."""
         return [] if self._record is None else self._saved.pieces
 
     def keep_conversation(self, body: bytes, pieces: tuple[bytes, ...]) -> None:
-        """Keep a body with everything that it names, because a later process may not have it."""
+        """Save a body together with the items to which it refers, because a later process may no longer have them."""
         self._saved = msgspec.structs.replace(self._saved, body=body, pieces=list(pieces))
 
     def attach(self, driver: Driver[Any]) -> None:
-        """Let the driver keep its tokens, and go on from those that are known."""
+        """Make the driver write its tokens to the journal, and resume after the tokens of an earlier process."""
         parsed = driver.parsed
         if parsed.params.seed is None:
             parsed.params.seed, driver.seed_step = self._saved.seed, SEED_STEP
@@ -184,7 +194,7 @@ class StreamRun:
             )
 
     async def perform(self, resources: AbstractContextManager[Any]) -> None:
-        """Run the handler to its end, then release the resources."""
+        """Run the handler, release the resources, and retain what `what_remains` decides."""
         stream, journal = self._stream, self._journal
         try:
             with resources:
@@ -195,7 +205,7 @@ class StreamRun:
         if isinstance(error, EngineDeadError):
             self._service.died.set()
         if error is None and self._is_given_up:
-            text = f"nobody has read the answer for {journal.grace_s:g} s, so it was given up"
+            text = f"no client has read the answer for {journal.grace_s:g} s, so it was aborted (--stream-grace)"
             error = HTTPError(410, "stream_expired", text)
         if error is not None and not isinstance(error, HTTPError):
             log(describe(error), error, self._context.id)
@@ -221,7 +231,7 @@ class StreamRun:
                 await journal.delete(stream.id)
 
     async def _answer(self) -> Exception | None:
-        """Run the handler until it ends, or until its answer had no reader for some time.  Returns its failure."""
+        """Run the handler until its end, or until its answer had no reader for `grace_s` seconds.  Returns the handler's error."""
         failure: Exception | None = None
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._give_up_unread, tasks.cancel_scope, name="readers")
@@ -245,7 +255,7 @@ class StreamRun:
                     raise
                 raise lost(f"its adapter is not loaded: {error}") from error
         if deadline.cancelled_caught:
-            text = f"the deadline of {saved.timeout_s:g} s has passed"
+            text = f"the answer took longer than the request's time limit of {saved.timeout_s:g} s"
             raise HTTPError(504, "deadline_exceeded", text)
 
     async def _give_up_unread(self, scope: anyio.CancelScope) -> None:
@@ -263,10 +273,10 @@ class StreamRun:
                 return
 
     async def _admit(self) -> None:
-        """Write the request to the journal before anything of its answer.
+        """Write the request to the journal before generation starts, or check that a resumed request is unchanged.
 
         Raises:
-            HTTPError: the journal cannot be written, or has no room; or the adapter of a stream that goes on is another one.
+            HTTPError: the journal is full or cannot be written, or the adapter or parameters of a resumed request have changed.
         """
         if self._record is not None:
             check_same(self._saved.identity, self._identity)
@@ -280,7 +290,7 @@ class StreamRun:
         if not journal.has_room(len(record.request)):
             raise no_journal()
         is_written = False
-        # Bounded by the journal's own time limit.
+        # Shielded, because the record is already submitted; `admit` has its own time limit.
         with anyio.CancelScope(shield=True):
             stream.is_admitted = True
             is_written = await journal.admit(record)
@@ -288,7 +298,7 @@ class StreamRun:
             raise no_journal()
 
     async def _take(self, message: Message) -> None:
-        """Keep what the handler sends: each event is one message."""
+        """Collect a message of the handler, which contains the head of the reply or one event."""
         if message["type"] == "http.response.start":
             kind = dict(message["headers"]).get(b"content-type")
             self._stream.headers = self._context.own_headers
@@ -301,15 +311,15 @@ class StreamRun:
 def resume_streams(
     service: Service, records: dict[str, StreamRecord], route_of: Callable[[str], Route | None]
 ) -> None:
-    """Go on with the streams of an earlier process, in the order of their admission.
+    """Resume the streams of an earlier process in the order of their admission.
 
-    Call it when the engine is loaded, before any client is served.
+    Call it after the engine is loaded and before any client is served, so that no client misses its stream.
     """
     for name, record in records.items():
         try:
             _resume(service, name, record, route_of(record.admitted.route))
         except Exception as error:
-            logger.warning("%s cannot go on: %s", name, error)
+            logger.warning("cannot resume the answer %s of an earlier server: %s", name, error)
 
 
 def _resume(service: Service, name: str, record: StreamRecord, route: Route | None) -> None:
@@ -317,7 +327,7 @@ def _resume(service: Service, name: str, record: StreamRecord, route: Route | No
     assert journal is not None
     tenant = tenant_of(service.settings, admitted.owner)
     if tenant is None or route is None:
-        # Its key was removed, and no other key may find it.
+        # The API key was removed from the server, and no other key may read its answers.
         return
     stream = DurableStream(
         name, admitted.owner, admitted.route, admitted.key, admitted.digest, admitted.at
@@ -333,7 +343,7 @@ def _resume(service: Service, name: str, record: StreamRecord, route: Route | No
         stream.end(time.time(), lost(reason))
     elif ended is not None and ended.failure:
         code = clean(ended.failure.decode(errors="replace"), 64)
-        text = f"the answer ended with the error {code} in an earlier server"
+        text = f"the answer failed before the server's restart, with the error {code}"
         stream.end(ended.at, HTTPError(410, "stream_expired", text))
     elif ended is not None:
         stream.end(ended.at)
@@ -351,14 +361,13 @@ def begin_again(
     record: StreamRecord,
     name: str | None = None,
 ) -> None:
-    """Run the handler of a kept request again.
+    """Run the handler of a saved request again, to resume its answer or to rebuild the events of an ended one.
 
     Args:
-        name: of the task; None for an answer that has ended, whose first task may still be writing its end.  A client reads it again,
-            so it needs a place like a new request.
+        name: the task's name, to resume an answer.  None rebuilds an ended answer for a client, which is admitted like a new request.
 
     Raises:
-        HTTPError: an ended answer finds no room.
+        HTTPError: the admission limits leave no room to rebuild an answer.
     """
     saved = msgspec.msgpack.decode(record.admitted.request, type=SavedCall)
     context = RequestContext.without_client(route.path)
@@ -370,6 +379,7 @@ def begin_again(
     if name is None:
         with ExitStack() as stack:
             context.ticket = stack.enter_context(service.enter(context))
+            # Unique, because the first task of the stream may still be writing its end.
             again = f"{stream.id} {secrets.token_hex(4)}"
             service.background.start(again, partial(run.perform, context.ticket))
             stack.pop_all()
@@ -386,12 +396,12 @@ def start_recovered(
     perform: Callable[[AbstractContextManager[Any]], Awaitable[None]],
     cut: Callable[[], None],
 ) -> None:
-    """Start the work for an answer of an earlier process: at once, or when the limits leave room for it.
+    """Start a task for an answer of an earlier process, which begins as soon as the admission limits permit.
 
-    They may be lower than those of the earlier process, which has promised the answer.
+    It waits instead of being refused, because the earlier process accepted the request, perhaps under higher limits.
 
     Args:
-        cut: called if the work is cancelled before there is room: the readers must not wait any longer.
+        cut: called if the task is cancelled while it waits, to release the readers.
     """
     place = service.promise(context)
 
@@ -411,19 +421,19 @@ def start_recovered(
 
 
 def check_same(saved: SavedIdentity, now: SavedIdentity) -> None:
-    """Check that an answer can go on.
+    """Check that a saved answer can be resumed with the same result.
 
     Raises:
-        HTTPError: its adapter or its parameters have changed.
+        HTTPError: its adapter or its resolved parameters have changed.
     """
     if now.adapter != saved.adapter:
         raise lost("its adapter has changed")
     if saved.answer and now.answer != saved.answer:
-        raise lost("the server's options now give other parameters for it")
+        raise lost("the server's options now resolve the request to other parameters")
 
 
 def identity_of(service: Service, driver: Driver[Any]) -> SavedIdentity:
-    """Return the identity of a request, once its adapter is known and before it begins."""
+    """Return the digests of a parsed request's adapter and parameters."""
     parsed, adapter = driver.parsed, driver.parsed.options.lora_request
     return SavedIdentity(
         b"" if adapter is None else service.engine.adapters.digest_of(adapter),
@@ -432,5 +442,5 @@ def identity_of(service: Service, driver: Driver[Any]) -> SavedIdentity:
 
 
 def no_journal() -> HTTPError:
-    text = "the journal has no room or cannot be written, so the answer would not be kept; try again later, or without asking for it"
+    text = f"the journal is full or cannot be written, so the answer would not survive a restart; try again later, or without {KEY}"
     return unavailable("journal_unavailable", text)

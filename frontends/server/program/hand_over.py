@@ -2,14 +2,17 @@
 
     successor: Ask → (loads) → Take → (opens the journal) → Done      server: Offer and the sockets → Released → Left
 
-The server offers its sockets at a socket file next to that of `--admin-uds`.  A successor gets copies of them at once, but accepts nothing
-until its model is ready.  Then the server stops accepting and closes its journal; new connections wait in the kernel meanwhile.
+The server listens for successors at a socket file next to that of `--admin-uds`.  A successor gets copies of the sockets at once, but
+accepts no connection until its model is loaded.  Then the server stops accepting and closes its journal, while new connections queue in the
+kernel.
 
-Laws.  Only a process of the same user gets an answer.  Until it has sent `Left`, whatever happens to the successor, the server accepts again
-and goes on; then it only finishes what it has begun.  The successor accepts when it has received `Left`, or when the server has ended.  A server
-that goes on sends a refusal before it closes the connection, so a connection closed without one is the end of the server.  A successor that waits
-no longer closes the connection first, so that `Left` cannot be sent any more: also if either is stopped at any moment, exactly one of them
-goes on.
+Laws:
+1. Only a process of the same user gets an answer.
+2. Exactly one of the two accepts in the end, even if either is killed at any moment:
+   * Until the server has sent `Left`, any failure of the successor makes it accept again.  After `Left` it only finishes its open requests.
+   * The successor accepts after it has received `Left`, or when the server's process has ended.
+   * A server that continues sends a refusal before it closes the connection.  So a connection closed without one means that it has ended.
+   * A successor that gives up closes its connection first, so that `Left` can no longer be sent.
 """
 
 import math
@@ -30,26 +33,26 @@ from trouper.errors import TrouperValidationError, invalid
 from trouper.frontends.server.http.listeners import LOOPBACK, OLLAMA_PORT, OpenListeners
 from trouper.frontends.server.shared.settings import ServeSettings
 
-# Of the messages below; servers of different versions refuse each other.
+# The version of the messages below.  Servers with different versions refuse each other.
 PROTOCOL = 2
 SUFFIX = ".take-over"
-# The longest message: a path of 4 KiB, and some hundred names of adapters.
+# The longest message: a path of 4 KiB, and a few hundred names of adapters.
 MAX_BYTES = 2**16
-# At most five listeners and the socket of the next take-over.
+# Five listeners, and the socket for the next take-over.
 MAX_SOCKETS = 6
-# Seconds for an answer to a short question.
+# The time limit of an answer that needs no loading, in seconds.
 ANSWER_S = 10.0
-# Seconds in which requests of the connections accepted last reach their handlers, before the journal is closed.
+# Seconds before the journal is closed, in which requests of the last accepted connections reach their handlers.
 SETTLE_S = 0.2
-# Seconds for the successor to open the journal and to resume its answers.
+# Seconds that the server gives its successor to open the journal and resume its answers.
 DONE_S = 60.0
-# The same for the successor, which gives up first: only one of them accepts.
+# The successor's own, shorter limit for this.  It gives up first, so that never both accept.
 FINISH_S = 45.0
 # Seconds between two attempts to accept after an error.
 RETRY_S = 1.0
-SILENT = "the running server does not answer"
-TOO_LATE = f"it took longer than {DONE_S:g} s to begin"
-# What a message from the other side may fail with.
+SILENT = "the running server does not answer; stop it, or try again later"
+TOO_LATE = f"the successor was not ready within {DONE_S:g} s"
+# The errors of a broken connection or an invalid message.
 BROKEN = (anyio.EndOfStream, anyio.BrokenResourceError, OSError, ValueError)
 CREDENTIALS = struct.Struct("3i")
 
@@ -73,32 +76,32 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
 
 
 class Take(msgspec.Struct, frozen=True, tag=True):
-    """The successor is ready.  The digest names its model in the journal; it is empty without a journal."""
+    """Announce that the successor is loaded.  The fingerprint identifies its model in the journal; it is empty without a journal."""
 
     fingerprint: bytes = b""
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """The successor has the journal, and begins to accept."""
+    """Announce that the successor has opened the journal and is ready to accept."""
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
-    """The names of the sockets that come with this message, in their order."""
+    """Name the sockets attached to this message, in the same order."""
 
     pid: int
     listeners: list[str]
 
 
 class Released(msgspec.Struct, frozen=True, tag=True):
-    """The server accepts no more, and its journal is closed."""
+    """Confirm that the server has stopped accepting and has closed its journal."""
 
 
 class Left(msgspec.Struct, frozen=True, tag=True):
-    """The server only finishes what it has begun."""
+    """Confirm that the server only finishes its open requests and then exits."""
 
 
 class TakeOverRefusal(msgspec.Struct, frozen=True, tag=True):
-    """Why there is no take-over, and the option to change."""
+    """Refuse a take-over with a reason and the option to change."""
 
     parameter: str
     message: str
@@ -108,7 +111,7 @@ Message = Ask | Take | Done | Offer | Released | Left | TakeOverRefusal
 
 
 def describe_server(settings: ServeSettings) -> Ask:
-    """Return what a successor must have in common with a server of these settings."""
+    """Return the facts about a server with these settings that its successor must share."""
     listeners = {"port": f"{settings.host}:{settings.port}"}
     if settings.uds is not None:
         listeners = {"uds": os.path.realpath(settings.uds)}
@@ -128,7 +131,7 @@ def describe_server(settings: ServeSettings) -> Ask:
 def offering(
     listeners: OpenListeners, admin_uds: str, report: Callable[[str], None]
 ) -> socket.socket | None:
-    """Open the socket at which successors ask, next to that of `--admin-uds`.  Returns None if it cannot be opened."""
+    """Open the socket for successors, next to that of `--admin-uds`.  On an error, reports it and returns None."""
     try:
         return listeners.socket_file("take_over", admin_uds + SUFFIX)
     except TrouperValidationError as error:
@@ -137,10 +140,9 @@ def offering(
 
 
 def refusal_of(server: Ask, successor: Ask) -> TakeOverRefusal | None:
-    """Decide whether a successor may take over.  Returns the reason why not, if there is one.
+    """Decide whether a successor may take over.  Returns None if it may.
 
-    Clients must find the same addresses, and durable answers must not be lost.  Everything else may
-    change.
+    Clients must find the same addresses and adapters, and no durable answer may be lost.  Everything else may change.
     """
     if server.protocol != successor.protocol:
         text = (
@@ -160,24 +162,26 @@ def refusal_of(server: Ask, successor: Ask) -> TakeOverRefusal | None:
             )
     if server.has_tls != successor.has_tls:
         kind = "https" if server.has_tls else "http without a certificate"
-        return TakeOverRefusal("ssl_certfile", f"the running server speaks {kind}; do the same")
+        return TakeOverRefusal("ssl_certfile", f"the running server uses {kind}; use the same")
     if server.journal is not None and server.journal != successor.journal:
-        text = f"the running server keeps durable answers in {server.journal}; give the same folder"
+        text = (
+            f"the running server stores durable answers in {server.journal}; give the same folder"
+        )
         return TakeOverRefusal("journal", text)
     missing = sorted(set(server.adapters) - set(successor.adapters))
     if missing:
         text = (
-            f"the running server has loaded {missing[0]!r}; give it too, or unload it there first"
+            f"the running server has loaded the adapter {missing[0]!r}; load it here, too, or unload it there first"
         )
         return TakeOverRefusal("lora_modules", text)
     return None
 
 
 class RunningServer(Protocol):
-    """The running server, as far as a hand-over concerns it."""
+    """Control the running server during a hand-over."""
 
     def describe(self) -> Ask:
-        """Describe the server as it is now."""
+        """Describe the server, with the adapters that are loaded now."""
         ...
 
     def sockets(self) -> dict[str, socket.socket]:
@@ -185,32 +189,32 @@ class RunningServer(Protocol):
         ...
 
     def stop_accepting(self) -> None:
-        """Leave new connections in the queue of the kernel."""
+        """Stop accepting, so that new connections queue in the kernel."""
         ...
 
     def accept_again(self) -> None:
-        """Go on as before `stop_accepting`."""
+        """Undo `stop_accepting`."""
         ...
 
     async def close_journal(self, fingerprint: bytes) -> str | None:
-        """Close the journal, so that a server of this model can open it.  Returns the reason why this would lose answers."""
+        """Close the journal for a server with this fingerprint.  If that would lose answers, keeps it and returns the reason."""
         ...
 
     def reopen_journal(self) -> None:
-        """Use the journal again."""
+        """Undo `close_journal`."""
         ...
 
     async def leave(self) -> None:
-        """Finish what was begun, and end."""
+        """Finish the open requests, then end the server."""
         ...
 
 
 class HandOver:
-    """The running server's side.
+    """Run the server's side of the protocol.
 
     Args:
-        listeners: the successor gets their files.
-        offered: the socket at which successors ask.  It is passed, too.
+        listeners: the owner of the socket files, which the successor inherits.
+        offered: the socket at which successors connect.  It is passed on, too, for the next take-over.
     """
 
     def __init__(
@@ -228,15 +232,17 @@ class HandOver:
         return f"<HandOver {'done' if self.is_done else 'offered'}>"
 
     async def listen(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Answer one successor after the other, until one has taken over."""
+        """Serve one successor after the other until one has taken over, then let the server finish."""
         async with await SocketListener.from_socket(self._offered.dup()) as listener:
             task_status.started()
             while not self.is_done:
                 try:
                     stream = await listener.accept()
                 except OSError as error:
-                    # Connections may have taken all file descriptors.
-                    self._report(f"another process cannot ask for the listeners: {error}")
+                    # Client connections may have used up all file descriptors.
+                    self._report(
+                        f"cannot accept a request to take over, trying again in {RETRY_S:g} s: {error}"
+                    )
                     await anyio.sleep(RETRY_S)
                     continue
                 async with stream:
@@ -248,7 +254,9 @@ class HandOver:
     async def _attend(self, stream: UNIXSocketStream) -> None:
         pid, uid = peer_of(stream.extra(SocketAttribute.raw_socket))
         if uid != os.geteuid():
-            self._report(f"process {pid} of user {uid} asked for the listeners and got none")
+            self._report(
+                f"refused to pass the listeners to process {pid}: it belongs to another user ({uid})"
+            )
             return
         channel = _Channel(stream)
         try:
@@ -258,17 +266,17 @@ class HandOver:
                 await self._answer(channel, asked)
         except BROKEN as error:
             self._listeners.owns_files = True
-            self._report(f"process {pid} has not taken over, this server goes on: {error!r}")
+            self._report(f"process {pid} has not taken over, so this server continues: {error!r}")
 
     async def _answer(self, channel: "_Channel", asked: Ask) -> None:
         refusal = refusal_of(self._server.describe(), asked)
         if refusal is not None:
             await channel.send(refusal)
             return
-        self._report(f"process {asked.pid} (trouper {asked.program}) prepares to take over")
+        self._report(f"process {asked.pid} (trouper {asked.program}) is preparing to take over")
         passed = {**self._server.sockets(), "take_over": self._offered}
         files = [sock.fileno() for sock in passed.values()]
-        # If this server is stopped now, the successor accepts at the same files.
+        # From now on an exit must not unlink the socket files, because the successor would accept at them.
         self._listeners.owns_files = False
         await channel.send(Offer(os.getpid(), list(passed)), files)
         failure: Exception | None = None
@@ -280,9 +288,9 @@ class HandOver:
         except BROKEN as error:
             failure = error
         if failure is not None:
-            # The successor would take a closed connection for the end of this server, and accept, too.
+            # Without a refusal, the successor would conclude that this server has ended, and both would accept.
             with anyio.move_on_after(ANSWER_S), suppress(*BROKEN):
-                text = f"the running server goes on: {failure}"
+                text = f"the running server continues: {failure}"
                 await channel.send(TakeOverRefusal("take_over", text))
             raise failure
 
@@ -303,7 +311,7 @@ class HandOver:
                 raise TimeoutError(TOO_LATE)
             if not isinstance(done, Done):
                 raise ValueError(f"it sent {done!r} instead of Done")
-            # It fails if the successor waits no longer.
+            # Fails if the successor has given up, because then it has closed the connection.
             await channel.send(Left())
             self.is_done = True
         finally:
@@ -313,16 +321,16 @@ class HandOver:
 
 
 class Predecessor:
-    """The successor's side: the running server, from which it takes over.
+    """Run the successor's side of the protocol with the server from which it takes over.
 
     Attributes:
-        pid: the process of the running server.
-        sockets: by the names of their options.
+        pid: the process id of the running server.
+        sockets: the listening sockets by the names of their options.
     """
 
     def __init__(self, link: socket.socket, offer: Offer, sockets: Sequence[socket.socket]) -> None:
         self._link = link
-        # Until then `finish` may be called.
+        # The deadline of `finish`, on the monotonic clock.
         self._latest = math.inf
         self.pid = offer.pid
         self.sockets = dict(zip(offer.listeners, sockets, strict=True))
@@ -347,7 +355,7 @@ class Predecessor:
                 raise invalid("take_over", f"the server belongs to user {uid}", path)
             link.sendall(_encode(asked))
             data, files, _, _ = socket.recv_fds(link, MAX_BYTES, MAX_SOCKETS)
-            # Nothing comes from a server that does not understand the question.
+            # A server that cannot parse the message closes the connection without an answer.
             answer = _receive_last(link, data)
             if not isinstance(answer, Offer) or len(files) != len(answer.listeners):
                 for file in files:
@@ -355,17 +363,17 @@ class Predecessor:
                 raise _refused(answer)
             found = [socket.socket(fileno=file) for file in files]
             for sock in found:
-                # No process that this one starts may keep it open.
+                # Otherwise a worker process would keep the socket open.
                 sock.set_inheritable(False)
             return cls(link, answer, found)
         except TimeoutError:
             link.close()
-            text = "the server does not answer; perhaps it is still loading, or another one is taking over from it"
+            text = "the running server does not answer; it may still be loading, or another process is taking over from it"
             raise invalid("take_over", text, path) from None
         except OSError as error:
             link.close()
             text = (
-                "no running server of one model has this --admin-uds and passes its listeners "
+                "no server with this --admin-uds offers its listeners; it must be running and serve a single model "
                 f"({error.strerror or error})"
             )
             raise invalid("take_over", text, path) from None
@@ -374,17 +382,15 @@ class Predecessor:
             raise
 
     def take(self, fingerprint: bytes) -> None:
-        """Wait until the running server accepts no more and has closed its journal.  Call it from a thread.
-
-        After the end of the running server there is nothing to wait for.
+        """Wait until the running server has stopped accepting and has closed its journal, or has ended.  Call it from a thread.
 
         Raises:
-            TrouperValidationError: it refuses, or does not answer.
+            TrouperValidationError: the running server refuses or does not answer.
         """
         try:
             answer = self._exchange(Take(fingerprint), DONE_S)
         except TimeoutError:
-            # It may still accept.
+            # The server may be alive and still accept.
             raise invalid("take_over", SILENT, self.pid) from None
         if isinstance(answer, Released):
             self._latest = time.monotonic() + FINISH_S
@@ -392,17 +398,20 @@ class Predecessor:
             raise _refused(answer)
 
     def finish(self, listeners: OpenListeners) -> None:
-        """Let the running server leave.  It goes on if this is not called, or fails.  Call it from a thread.
+        """Make the running server finish, so that this process may accept.  Call it from a thread.
+
+        If this is not called, or raises, the running server continues.
 
         Raises:
-            TrouperValidationError: this comes too late, or the running server does not answer.
+            TrouperValidationError: the deadline has passed, or the running server does not answer.
         """
         if time.monotonic() > self._latest:
-            raise invalid("take_over", f"took longer than {FINISH_S:g} s to begin", self.pid)
+            text = f"opening the journal took longer than {FINISH_S:g} s, so the running server continues"
+            raise invalid("take_over", text, self.pid)
         try:
             answer = self._exchange(Done(), ANSWER_S)
         except TimeoutError:
-            # It cannot answer from now on, but may have done so just before.
+            # After the shutdown no `Left` can be sent, but one may already have arrived.
             self._link.shutdown(socket.SHUT_RDWR)
             answer = _receive_last(self._link)
             if answer is None:
@@ -416,14 +425,14 @@ class Predecessor:
         """Send a message, and return the last answer.  Returns None if the running server has ended.
 
         Raises:
-            TimeoutError: nothing comes in time.
-            TrouperValidationError: something else comes.
+            TimeoutError: no answer arrives in time.
+            TrouperValidationError: the answer is not a message of the protocol.
         """
         self._link.settimeout(limit_s)
         try:
             self._link.sendall(_encode(message))
         except OSError:
-            # It has ended, or its refusal can still be read.
+            # The server has ended, or it has closed the connection after a refusal that can still be read.
             pass
         try:
             return _receive_last(self._link)
@@ -433,18 +442,21 @@ class Predecessor:
             return None
 
     def close(self) -> None:
-        """Let the running server go on, unless `finish` was called.  Idempotent."""
+        """Close the connection.  The running server continues unless `finish` has succeeded.  Idempotent."""
         self._link.close()
 
 
 class _Channel:
-    """Messages over a connection, one line of JSON each.  Each side waits for the other's before it sends the next."""
+    """Exchange messages over a connection, one line of JSON each.
+
+    The sides alternate, so at most one message is in flight in each direction.
+    """
 
     def __init__(self, stream: UNIXSocketStream) -> None:
         self._stream = stream
 
     async def receive(self) -> Message:
-        """Return the next message.  Raises ValueError for anything else, and anyio's errors for a broken connection."""
+        """Return the next message.  Raises ValueError for an invalid message, and anyio's errors for a broken connection."""
         data = await self._stream.receive(MAX_BYTES)
         while not data.endswith(b"\n") and len(data) < MAX_BYTES:
             data += await self._stream.receive(MAX_BYTES - len(data))
@@ -458,7 +470,7 @@ class _Channel:
 
 
 def peer_of(sock: socket.socket) -> tuple[int, int]:
-    """Return the process and the user at the other end of a socket, as the kernel knows them."""
+    """Return (pid, uid) of the process at the other end of a Unix socket, as reported by the kernel."""
     size = CREDENTIALS.size
     pid, uid, _ = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return pid, uid
@@ -469,7 +481,7 @@ def _encode(message: Message) -> bytes:
 
 
 def _decode(data: bytes) -> Message:
-    """Raises ValueError for anything but a message."""
+    """Decode a message.  Raises ValueError if it is invalid."""
     try:
         return msgspec.json.decode(data, type=Message)
     except msgspec.MsgspecError as error:
@@ -477,32 +489,32 @@ def _decode(data: bytes) -> Message:
 
 
 def _receive_last(link: socket.socket, data: bytes = b"") -> Message | None:
-    """Return the last of the received answers: a refusal may follow an unread answer.
+    """Return the last received message, because a refusal may follow an unread answer.
 
-    Returns None if the connection ends before a whole answer.
+    Returns None if the connection ends before a complete message.
 
     Args:
-        data: earlier bytes of the answer.
+        data: bytes of the answer that were already received.
 
     Raises:
-        TrouperValidationError: something else came.
-        TimeoutError: nothing comes.
+        TrouperValidationError: the received line is not a message.
+        TimeoutError: nothing arrives within the socket's timeout.
         OSError: the connection is broken.
     """
     while not data.endswith(b"\n") and len(data) < MAX_BYTES:
         more = link.recv(MAX_BYTES)
         if not more:
-            # The end of a server may cut its last answer.
+            # A server that ends may leave its last message incomplete.
             return None
         data += more
     try:
         return _decode(data.splitlines()[-1])
     except ValueError as error:
-        text = f"the running server has sent something else than an answer: {error}"
+        text = f"the running server sent an invalid answer; stop it and start this one: {error}"
         raise invalid("take_over", text) from None
 
 
 def _refused(answer: Message | None) -> TrouperValidationError:
     if isinstance(answer, TakeOverRefusal):
         return invalid(answer.parameter, answer.message)
-    return invalid("take_over", "the running server has given no sockets")
+    return invalid("take_over", "the running server sent no sockets; stop it and start this one")

@@ -1,7 +1,7 @@
-"""Run responses in background, after their clients have received their ids, and go on with them after a restart.
+"""Run background responses after their clients have received the ids, and resume them after a restart.
 
-A background response has no client that waits for it, so a task of its own consumes its answer, and clients poll or follow it by its id.  With
-a journal, its request and its tokens are kept on the disk, and a later process continues the answer.
+No client waits for a background response, so a task of its own consumes the answer, and clients poll it or follow its events by its id.  With
+a journal, request and tokens are also written to disk, from which a later process resumes the answer.
 """
 
 import logging
@@ -60,9 +60,9 @@ CODES = {
 
 
 class BackgroundResponse:
-    """One background response.  However it ends, the store gets its end, unless it was deleted.
+    """Run one background response, and store its result whether it completes, fails or is cancelled.
 
-    The events of a streaming one are stored, too, so that any number of clients can read them.
+    A deleted response stays deleted.  With `stream`, its events are stored, too, so that any number of clients can read them.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class BackgroundResponse:
         self._driver = driver
         self._streams = bool(turn.body.stream)
         self._response = {**driver.adapter.response, "status": "queued"}
-        # Whether its end is to be written to the journal.
+        # Whether its end must still be written to the journal.
         self.notes_end = True
         self._failure: JSONObject | None = None
         if self._streams:
@@ -89,12 +89,13 @@ class BackgroundResponse:
         return self._response["id"]
 
     def queue(self) -> JSONObject:
-        """Store the response as queued, and return it.  Raises HTTPError if the store has no room.
+        """Store the response with status `queued`, and return it, so that its client can poll it.
 
-        Its client polls it by its id, or follows its events.
+        Raises:
+            HTTPError: (503) the store is full of running responses.
         """
         if not self._put(self._response):
-            text = "the store has no room for another background response, try again later"
+            text = "the response store has no room for another background response; try again later, or raise --responses-store-bytes"
             raise HTTPError(503, "overloaded", text)
         if self._streams:
             self._service.responses.open_log(self.name)
@@ -105,20 +106,19 @@ class BackgroundResponse:
     async def perform(self, resources: AbstractContextManager[Any]) -> None:
         """Generate the answer, then release the resources.
 
-        A passed deadline or another failure becomes the status of the stored response, because no client is
-        connected.
+        A failure, such as a passed time limit, becomes the status of the stored response, because no client is connected.
         """
         with resources:
             with self._ended():
                 await self._generate()
-            # Not reached by a cancellation: a later process goes on, unless the client has asked for the end.
+            # Not reached by a cancellation, after which a later process resumes the response unless the client has cancelled it.
             if self._service.journal is not None and self.notes_end:
                 failure = b"" if self._failure is None else encode(self._failure)
                 self._service.journal.streams.note_end(self.name, time.time())
                 await self._service.journal.note_end(self.name, failure)
 
     def cut(self) -> None:
-        """End the readers of a response that this process does not begin."""
+        """Disconnect the readers of a response that this process cannot start."""
         log = self._service.responses.log(self.name)
         if log is not None:
             log.is_cut = True
@@ -138,19 +138,19 @@ class BackgroundResponse:
 
     @contextmanager
     def _ended(self) -> Generator[None]:
-        """Store how the block has ended; a failure goes no further."""
+        """Store the outcome of the block.  An exception becomes a failed response; only a cancellation propagates."""
         end: JSONObject | None = {**self._response, "status": "cancelled"}
         is_cut = False
         try:
             yield
             end = None
         except anyio.get_cancelled_exc_class():
-            is_cut = self._goes_on
+            is_cut = self._is_resumable
             raise
         except Exception as error:
             end = {**self._response, "status": "failed", "error": self._describe(error)}
             self._failure = end
-            # After the engine's death the next process goes on, and one with the former adapter where this one cannot.
+            # A later process can resume it with a new engine, or with the adapter that this one lacks.
             is_lost = describe(error).code == "stream_lost"
             self.notes_end &= not (is_lost or isinstance(error, EngineDeadError))
             if is_lost and self._service.journal is not None:
@@ -166,21 +166,21 @@ class BackgroundResponse:
                 log.close()
 
     @property
-    def _goes_on(self) -> bool:
-        """Whether a later process goes on with this response if it is cancelled now."""
+    def _is_resumable(self) -> bool:
+        """Whether a later process will resume this response after a cancellation at this moment."""
         service = self._service
         stored = service.responses.get(self.name, self._context.tenant)
         is_running = stored is not None and stored.is_running
         return is_running and service.journal is not None and service.is_ending
 
     def _keep_end(self, end: JSONObject | None = None) -> None:
-        """Store the given end, or else the end of the answer."""
+        """Store this outcome, or by default the driver's complete response, if the response is still running."""
         stored = self._service.responses.get(self.name, self._context.tenant)
         if stored is not None and stored.is_running:
             self._put(self._driver.adapter.response if end is None else end)
 
     async def _record(self, message: Message) -> None:
-        """Keep what the driver sends: each event is one message."""
+        """Store an event of the driver, which sends one message for each."""
         if message["type"] == "http.response.body" and message["body"]:
             self._service.responses.append(self.name, message["body"])
 
@@ -207,12 +207,12 @@ async def follow(service: Service, context: RequestContext, name: str, start: in
     """Send the events of a response from number `start` on, including future ones.
 
     Raises:
-        HTTPError: its events are not kept.
-        ClientGone: this process ends before the response.
+        HTTPError: the events were never stored, or were evicted.
+        ClientGone: this process stops before the end of the response.
     """
     log = service.responses.log(name)
     if log is None:
-        text = "only a response made with background and stream can be streamed by its id; get this one without stream"
+        text = "only a response created with background and stream can be streamed; get this one without stream"
         raise HTTPError(400, "invalid_value", text, param="stream")
     has_ids = service.journal is not None
     await context.start_events()
@@ -229,10 +229,10 @@ async def follow(service: Service, context: RequestContext, name: str, start: in
 
 
 def wanted_event(context: RequestContext) -> int:
-    """Return the number of the event behind the last one that a client has, by the header that browsers send.
+    """Return the number of the first event that a reconnecting client lacks, from its `Last-Event-ID` header, or 0 without it.
 
     Raises:
-        HTTPError: it is no number.
+        HTTPError: the header is not a number.
     """
     last = context.header(b"last-event-id")
     if not last:
@@ -247,12 +247,13 @@ logger = logging.getLogger(__name__)
 
 
 class SavedRequest(msgspec.Struct, frozen=True):
-    """The part of a request from which a later process can begin it again.
+    """Store everything that a later process needs to run a background response again.
 
     Attributes:
-        body: the body with everything that it inherits, and with a seed.
-        pieces: the items of the conversation up to the end of its input.
-        unique_id, request_id, created: the identity of the reply.
+        body: the body with all inherited fields, and with a seed.
+        pieces: the encoded items of the conversation, up to the end of the request's input.
+        unique_id, request_id, created: the server's id, the client's id and the creation time in the reply.
+        timeout_s: the time limit of the request, in seconds.
     """
 
     body: bytes
@@ -272,12 +273,12 @@ async def keep_request(
     driver: Driver[ResponsesAdapter],
     created: int,
 ) -> DurableStream | None:
-    """Write a request to the journal, before its client receives an id, and let the driver keep its tokens.
+    """Write a background request to the journal before its client receives an id, and make the driver write its tokens there.
 
-    Returns the entry of an earlier request with the same key, if there is one; then nothing is written.
+    Returns None, or the stream of an earlier request with the same idempotency key.  Then nothing is written.
 
     Raises:
-        HTTPError: the journal cannot be written, or has no room; or the key belongs to another request.
+        HTTPError: the journal is full or cannot be written, or the key belongs to a different request.
     """
     journal = service.journal
     assert journal is not None
@@ -291,11 +292,11 @@ async def keep_request(
         stream.id, stream.owner, msgspec.msgpack.encode(saved), "", stream.key, stream.digest,
         journal.fingerprint, stream.at,
     )  # fmt: skip
-    # One may have come while the conversation was read.
+    # Another request may have arrived while the conversation was being read.
     earlier = find_repeated(service, context, stream.key, stream.digest)
     if earlier is not None:
         return earlier
-    # Another request with the same key finds it from now on, and waits until it is kept.
+    # From now on, a request with the same key finds this stream and waits for its admission.
     journal.streams.add(stream)
     try:
         await _admit(journal, record)
@@ -309,19 +310,20 @@ async def keep_request(
 async def _admit(journal: Journal, record: Admitted) -> None:
     if not journal.has_room(len(record.request)):
         text = (
-            "the journal has no room or cannot be written; try again later, or without background"
+            "the journal is full or cannot be written; try again later, or without background"
         )
         raise unavailable("journal_unavailable", text)
     is_written = False
-    # Bounded by the journal's own time limit.
+    # Shielded, because the record is already submitted; `admit` has its own time limit.
     with anyio.CancelScope(shield=True):
         is_written = await journal.admit(record)
     if not is_written:
-        raise unavailable("journal_unavailable", "the journal cannot be written; try again later")
+        text = "the journal cannot be written at present; try again later, or without background"
+        raise unavailable("journal_unavailable", text)
 
 
 async def forget_request(journal: Journal, id: str, error: BaseException) -> None:
-    """Forget a request that does not begin after all.  It may still be written, and must not go on in a later process."""
+    """Remove a request that could not be started, also from the journal, so that no later process resumes it."""
     stream = journal.streams.remove(id)
     if stream is not None:
         failure = error if isinstance(error, Exception) else None
@@ -330,7 +332,7 @@ async def forget_request(journal: Journal, id: str, error: BaseException) -> Non
 
 
 def _listed(journal: Journal, name: str, owner: bytes, key: bytes) -> DurableStream:
-    """Return the entry of a background response in the list of streams."""
+    """Return the stream that represents a background response in the list of streams.  Its events are in the response store."""
     stream = DurableStream(name, owner, "/v1/responses", key, b"", time.time())
 
     async def attach(service: Service, context: RequestContext) -> None:
@@ -345,7 +347,7 @@ def _listed(journal: Journal, name: str, owner: bytes, key: bytes) -> DurableStr
 
 
 def with_seed(body: ResponsesRequest) -> ResponsesRequest:
-    """Return a body with a seed, because a later process must sample the same tokens."""
+    """Return the body with a random seed if it has none, because a later process must sample the same tokens."""
     if body.seed is not None:
         return body
     return msgspec.structs.replace(body, seed=secrets.randbits(62))
@@ -357,7 +359,7 @@ def keep_tokens(
     name: str,
     record: StreamRecord | None = None,
 ) -> None:
-    """Let a driver keep its tokens, and go on from those that an earlier process has kept."""
+    """Make a driver write its tokens to the journal, and resume after the tokens of an earlier process in `record`."""
     assert service.journal is not None
     keeper = TokenKeeper(service.journal, name, driver.parsed, service.engine.tokenizer, record)
     driver.keeper = keeper
@@ -365,22 +367,22 @@ def keep_tokens(
 
 
 def resume_responses(service: Service, records: dict[str, StreamRecord]) -> None:
-    """Go on with all responses of an earlier process, in the order of their admission.
+    """Resume all background responses of an earlier process in the order of their admission.
 
-    Call it when the engine is loaded, before any client is served. One that cannot go on ends as failed.
+    Call it after the engine is loaded and before any client is served.  Responses that cannot be resumed get the status `failed`.
     """
     for name, record in records.items():
         try:
             _resume(service, name, record)
         except Exception as error:
-            logger.warning("%s cannot go on: %s", name, error)
+            logger.warning("cannot resume the response %s of an earlier server: %s", name, error)
 
 
 def _resume(service: Service, name: str, record: StreamRecord) -> None:
     saved = msgspec.msgpack.decode(record.admitted.request, type=SavedRequest)
     tenant = tenant_of(service.settings, record.admitted.owner)
     if tenant is None:
-        # Its key was removed, and no other key may find it.
+        # The API key was removed from the server, and no other key may read its responses.
         return
     context = _context(saved, tenant, record.admitted.owner)
     turn = kept_turn(msgspec.json.decode(saved.body, type=ResponsesRequest), saved.pieces)
@@ -433,7 +435,7 @@ def _put_end(
 def kept_turn(
     request: ResponsesRequest, pieces: Sequence[bytes], *, is_stored: bool = True
 ) -> ResponsesTurn:
-    """Return a request of an earlier process together with the conversation that it continues."""
+    """Rebuild the turn of a saved request from its body and its conversation's items."""
     history = [item for piece in pieces[:-1] for item in decode_items(piece)]
     turn = ResponsesTurn(request, None, history, is_stored=is_stored)
     turn.pieces = tuple(pieces)
@@ -441,7 +443,7 @@ def kept_turn(
 
 
 def _context(saved: SavedRequest, tenant: str, key_digest: bytes) -> RequestContext:
-    """Make the context of a request without a client."""
+    """Return the context of a saved request, which has no connection."""
     context = RequestContext.without_client("/v1/responses")
     context.id, context.client_id = saved.unique_id, saved.request_id
     context.tenant, context.key_digest = tenant, key_digest
