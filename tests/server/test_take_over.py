@@ -217,7 +217,7 @@ async def test_server_that_goes_on_refuses_a_late_end(world, monkeypatch):
         # As if it had been stopped for a long time.
         released = hand_over._encode(hand_over.Released())
         assert predecessor._link.recv(len(released)) == released
-        with pytest.raises(TrouperValidationError, match="the running server goes on"):
+        with pytest.raises(TrouperValidationError, match="the running server continues"):
             await in_thread(predecessor.finish, listeners)
         assert not listeners.owns_files
         predecessor.close()
@@ -280,7 +280,7 @@ async def test_server_that_goes_on_after_nonsense_says_so(world, monkeypatch, as
             right(message) if isinstance(message, hand_over.TakeOverRefusal) else b"{}\n"
         ))  # fmt: skip
         argument = listeners if ask == "finish" else b"m"
-        with pytest.raises(TrouperValidationError, match="the running server goes on"):
+        with pytest.raises(TrouperValidationError, match="the running server continues"):
             await in_thread(getattr(predecessor, ask), argument)
         assert not listeners.owns_files
         predecessor.close()
@@ -402,5 +402,5 @@ async def test_unknown_question_is_an_error_of_the_option(world, monkeypatch):
 
 
 def test_missing_server_is_named(tmp_path):
-    with pytest.raises(TrouperValidationError, match="take_over: no running server"):
+    with pytest.raises(TrouperValidationError, match="take_over: no server with this"):
         Predecessor.ask(str(tmp_path / "s"), described())

@@ -170,9 +170,7 @@ def refusal_of(server: Ask, successor: Ask) -> TakeOverRefusal | None:
         return TakeOverRefusal("journal", text)
     missing = sorted(set(server.adapters) - set(successor.adapters))
     if missing:
-        text = (
-            f"the running server has loaded the adapter {missing[0]!r}; load it here, too, or unload it there first"
-        )
+        text = f"the running server has loaded the adapter {missing[0]!r}; load it here, too, or unload it there first"
         return TakeOverRefusal("lora_modules", text)
     return None
 

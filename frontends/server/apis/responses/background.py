@@ -1,7 +1,7 @@
 """Run background responses after their clients have received the ids, and resume them after a restart.
 
-No client waits for a background response, so a task of its own consumes the answer, and clients poll it or follow its events by its id.  With
-a journal, request and tokens are also written to disk, from which a later process resumes the answer.
+No client waits for a background response, so a task of its own consumes the answer, and clients poll it or follow its events by its id.
+With a journal, request and tokens are also written to disk, from which a later process resumes the answer.
 """
 
 import logging
@@ -309,9 +309,7 @@ async def keep_request(
 
 async def _admit(journal: Journal, record: Admitted) -> None:
     if not journal.has_room(len(record.request)):
-        text = (
-            "the journal is full or cannot be written; try again later, or without background"
-        )
+        text = "the journal is full or cannot be written; try again later, or without background"
         raise unavailable("journal_unavailable", text)
     is_written = False
     # Shielded, because the record is already submitted; `admit` has its own time limit.
