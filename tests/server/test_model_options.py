@@ -60,7 +60,7 @@ def test_tables_override_defaults_and_line_overrides_tables():
         (["a=x"], {}, {"pin": ("b",)}, "must be one of the server's models, a"),
         (["a=x"], {}, {"default_model": "b"}, "must be one of"),
         ([], {}, {"models_dir": "/no/such"}, "not a folder"),
-        ([], {"defaults": {}}, {"models": "f"}, "has no model"),
+        ([], {"defaults": {}}, {"models": "f"}, "contains no model"),
     ],
 )
 def test_mistake_is_named(named, tables, settings, text):
@@ -69,9 +69,9 @@ def test_mistake_is_named(named, tables, settings, text):
 
 
 def test_options_of_one_model_are_refused():
-    with pytest.raises(TrouperValidationError, match="describes one model"):
+    with pytest.raises(TrouperValidationError, match="describes a single model"):
         read(["a=x"], given={"served_model_name"})
-    with pytest.raises(TrouperValidationError, match=r"keep_alive.*needs models with names"):
+    with pytest.raises(TrouperValidationError, match=r"keep_alive.*requires named models"):
         check_one(ServeSettings(keep_alive="5m"))
     with pytest.raises(TrouperValidationError, match="no_autoload"):
         check_one(ServeSettings(autoload=False))
@@ -104,7 +104,7 @@ def test_broken_model_of_folder_harms_no_other(tmp_path):
 
 def test_model_above_budget_is_named_with_numbers():
     with pytest.raises(
-        TrouperValidationError, match=r"a needs \d+ MiB beside \d+ MiB.*budget is 64"
+        TrouperValidationError, match=r"a needs \d+ MiB in addition to \d+ MiB.*budget is 64"
     ):
         plan_models(read(["a=" + DEMO, "b=" + DEMO]), bytes_of("64MiB", "memory_budget"))
     with pytest.raises(TrouperValidationError, match="a: "):

@@ -179,7 +179,7 @@ async def test_server_outlives_a_failed_successor(world, is_ready):
             predecessor.close()
             listeners.__exit__()
             await world.wait_for_lines(2 * (number + 1))
-            assert "goes on" in world.lines[-1]
+            assert "this server continues" in world.lines[-1]
         calls = ["stop", "close m", "reopen", "accept"] if is_ready else []
         assert world.server.calls == 2 * calls
         assert world.listeners.owns_files
@@ -257,12 +257,12 @@ async def test_server_without_file_descriptors_goes_on(world, monkeypatch):
     async with anyio.create_task_group() as tasks:
         await tasks.start(world.hand_over.listen)
         predecessor = await in_thread(world.ask)
-        with pytest.raises(TrouperValidationError, match=r"goes on: .*too many open files"):
+        with pytest.raises(TrouperValidationError, match=r"continues: .*too many open files"):
             await in_thread(predecessor.take, b"m")
         predecessor.close()
         OpenListeners(predecessor.sockets).__exit__()
         await world.wait_for_lines(2)
-        assert "this server goes on" in world.lines[-1]
+        assert "this server continues" in world.lines[-1]
         assert world.server.calls == []
         tasks.cancel_scope.cancel()
 

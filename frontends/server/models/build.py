@@ -1,4 +1,4 @@
-"""Make the services, the table and the residency of several models from their plans."""
+"""Build the services, the table and the residency of a server with several models from their plans."""
 
 from collections.abc import Callable, Sequence
 
@@ -21,9 +21,9 @@ def build_residency(
     budget: int,
     report: Callable[[str], None],
 ) -> Residency:
-    """Make a service for each model, and the residency that owns their engines.
+    """Create a service for each model, and the residency that owns their engines.
 
-    The first service is the server's front: it has the parts that all share.
+    The first service is the front, which holds the state shared by all models: the response store, admission and background tasks.
     """
     models: list[HostedModel] = []
     for plan in plans:
@@ -50,7 +50,7 @@ def _served(plan: ModelPlan, settings: ServeSettings, front: Service | None) -> 
 
 
 class FolderReader:
-    """Read the folder of models again when an administrator asks for it."""
+    """Rescan `--models-dir` when an administrator requests it."""
 
     def __init__(
         self, residency: Residency, settings: ServeSettings, find: Callable[[], list[ModelOptions]]
@@ -60,7 +60,7 @@ class FolderReader:
         self._find = find
 
     async def __call__(self) -> tuple[list[str], list[str]]:
-        """Add new models, and remove those without files.  Returns the names of both.
+        """Add new models, and remove models without files.  Returns the names of the added and of the removed ones.
 
         A loaded model without files stays until it is unloaded.
         """

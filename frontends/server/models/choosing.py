@@ -11,16 +11,16 @@ from trouper.frontends.server.models.residency import Residency
 from trouper.frontends.server.models.table import HostedModel
 from trouper.frontends.server.shared.errors import HTTPError, unavailable
 
-# `?model=` with this value means all models, in the control routes that can change several at once.
+# The value of `?model=` that selects all models, in the control routes of `FOR_ALL`.
 ALL_MODELS = "*"
 FOR_ALL = ("/sleep", "/wake_up", "/pause", "/resume")
 
 
 class ChoosingKeys(msgspec.Struct):
-    """The fields of a body that can name its model.  Values of a wrong type are left to the route's own decoder."""
+    """Hold the fields of a body that determine its model.  The route's own decoder refuses values of a wrong type."""
 
     model: Any = None
-    # Ollama's older routes use it.
+    # In Ollama's older routes only.
     name: Any = None
     previous_response_id: Any = None
 
@@ -28,10 +28,10 @@ class ChoosingKeys(msgspec.Struct):
 async def choose_model(
     residency: Residency, context: RequestContext, route: Route, body: bytes | memoryview | None
 ) -> HostedModel:
-    """Return the model of a request, and check that it can be answered.
+    """Return the model of a request, and check that the model can answer it.
 
     Raises:
-        TrouperNotFoundError: no model has the name.
+        TrouperNotFoundError: no model has the requested name.
         HTTPError: the request names no model (400), or its model cannot answer it (400, 503, 507).
     """
     keys = ChoosingKeys() if body is None else await _read_keys(residency, body)
@@ -41,7 +41,7 @@ async def choose_model(
         return table.default
     if name is None and is_asking and not table.has_default:
         names = ", ".join(model.name for model in table)[:200]
-        text = f"the request must name a model, since this server has several: {names}"
+        text = f"set model to one of the models of this server: {names}"
         raise HTTPError(400, "model_required", text, param="model")
     model = table.default if name is None else table.find(name)
     if is_asking:
@@ -69,7 +69,7 @@ async def _read_keys(residency: Residency, body: bytes | memoryview) -> Choosing
         try:
             return msgspec.json.decode(body, type=ChoosingKeys)
         except (msgspec.MsgspecError, RecursionError):
-            # The decoding of the route explains the error.
+            # The route's own decoder reports the error.
             return ChoosingKeys()
 
     if len(body) < THREAD_FROM:
@@ -79,10 +79,10 @@ async def _read_keys(residency: Residency, body: bytes | memoryview) -> Choosing
 
 
 def _check(residency: Residency, context: RequestContext, route: Route, model: HostedModel) -> None:
-    """Raise HTTPError if the request's model cannot answer it now, nor after a wait."""
+    """Raise HTTPError if the model could not answer the request even after loading."""
     residency.check(model)
     service = model.service
-    # An engine during its stop refuses everything, but it is started again for this request.
+    # Skipped while the engine is being stopped: it refuses everything, but the policy starts it again for this request.
     if model.is_loaded:
         service.check_open()
     service.check_kind(route)
@@ -92,5 +92,5 @@ def _check(residency: Residency, context: RequestContext, route: Route, model: H
         raise HTTPError(400, "invalid_value", text, param="query.autoload")
     loads = given in ("true", "1") if given else residency.loads_by_request
     if not loads and service.is_starting and model.state == "cold":
-        text = f"the model {model.name} is not loaded; load it by POST /models/load"
+        text = f"the model {model.name} is not loaded; load it with POST /models/load"
         raise unavailable("model_not_loaded", text)

@@ -1,4 +1,4 @@
-"""Metrics of a server with several models: the engines' families, merged by name, and the models' states."""
+"""Export the metrics of a server with several models: those of all engines, merged by family, and the models' states."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,7 +12,7 @@ from trouper.frontends.server.models.residency import Residency
 
 
 class Merged(Collector):
-    """Merge families of one name, because Prometheus accepts each family once.  Their label `model_name` keeps them apart."""
+    """Merge metric families of the same name, because Prometheus accepts each family once.  The label `model_name` distinguishes them."""
 
     def __init__(self, collectors: Sequence[Collector]) -> None:
         self._collectors = collectors
@@ -28,11 +28,11 @@ class Merged(Collector):
 
 
 class ResidencyMetrics(Collector):
-    """Report states, memory and transitions.  All labels are names of the table, so no request adds a series."""
+    """Export states, memory and transitions.  Labels are configured model names, so requests cannot create new series."""
 
     def __init__(self, residency: Residency, prefix: str) -> None:
         self._residency = residency
-        # It is empty before any engine was open.
+        # Empty until the first engine is open.
         self._prefix = prefix or "trouper"
 
     def collect(self) -> Iterable[Family]:

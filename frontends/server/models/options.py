@@ -1,7 +1,7 @@
-"""Read which models a server has: `--model NAME=PATH`, the tables of a TOML file, and the models in a folder.
+"""Read the models of a server from `--model NAME=PATH`, from the tables of a TOML file (`--models`), and from a folder (`--models-dir`).
 
-A model's own table overrides `[defaults]`, and an engine option on the command line overrides both.  Durations such as `5m` are
-read as Ollama's clients give them.
+A model's own table overrides `[defaults]`, and an engine option on the command line overrides both.  Durations such as `5m` have
+Ollama's format.
 """
 
 import dataclasses
@@ -25,10 +25,10 @@ SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0,
 
 
 def seconds_of(value: str | float, parameter: str) -> float:
-    """Return a duration in seconds.  A negative one means that there is no end, so it becomes infinity.
+    """Return a duration in seconds.  A negative duration means forever, so it becomes infinity.
 
     Raises:
-        TrouperValidationError: it is neither a number of seconds nor a duration such as 5m or 1h30m.
+        TrouperValidationError: the value is neither a number of seconds nor a duration such as 5m or 1h30m.
     """
     if isinstance(value, str) and DURATION.fullmatch(value) is not None:
         if value.startswith("-"):
@@ -48,7 +48,7 @@ UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 SHARD = re.compile(r"-(\d{5})-of-\d{5}$")
 DEFAULTS = "defaults"
-# Options that describe one model, so they cannot be given to all models of a server.
+# Options that describe a single model, so they cannot apply to all models of a server.
 OF_ONE_MODEL = (
     "served_model_name",
     "tokenizer",
@@ -57,7 +57,7 @@ OF_ONE_MODEL = (
     "node_rank",
     "revision",
 )
-# Options that need several models.
+# Options that only a server with several models accepts.
 OF_SEVERAL = (
     "memory_budget",
     "keep_alive",
@@ -67,13 +67,13 @@ OF_SEVERAL = (
     "preload",
     "pin",
 )
-# Keys of a model's table besides the options of an engine.
+# Keys of a model's table in addition to the engine options.
 OWN_KEYS = ("alias", "pin", "preload", "keep_alive", "lora")
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelOptions:
-    """One model of a server: its names for clients, its engine, and how long it stays in memory."""
+    """Describe one model of a server: its names for clients, its engine options, and how long it stays in memory."""
 
     name: str
     args: EngineArgs
@@ -82,7 +82,7 @@ class ModelOptions:
     is_pinned: bool = False
     is_preloaded: bool = False
     adapters: tuple[LoRARequest, ...] = ()
-    # Whether it was found in a folder, so that it may go with its files.
+    # Whether it comes from `--models-dir`, so that it is removed together with its files.
     is_found: bool = False
 
 
@@ -90,7 +90,7 @@ def bytes_of(value: str, parameter: str) -> int:
     """Parse a size such as `12GiB`, `12G` or a number of bytes; units are powers of 1024.
 
     Raises:
-        TrouperValidationError: it is not a size.
+        TrouperValidationError: the value is not a size.
     """
     found = BYTES.fullmatch(value.strip())
     if found is None:
@@ -99,24 +99,24 @@ def bytes_of(value: str, parameter: str) -> int:
 
 
 def split_name(given: str) -> tuple[str | None, str]:
-    """Split `NAME=PATH`.  A text without `=` before its first slash is only a path."""
+    """Split `NAME=PATH` into name and path.  Without `=` before the first slash, the name is None."""
     head, equals, path = given.partition("=")
     return (head, path) if equals and "/" not in head else (None, given)
 
 
 def has_several(named: Sequence[str], settings: ServeSettings) -> bool:
-    """Return whether the command line describes a table of models instead of one model."""
+    """Return whether the command line describes a server with several models, or one model by name."""
     is_named = any(split_name(each)[0] is not None for each in named)
     return is_named or len(named) > 1 or bool(settings.models or settings.models_dir)
 
 
 def check_one(settings: ServeSettings) -> None:
-    """Raise TrouperValidationError for an option that needs several models, if the server has only one."""
+    """Raise TrouperValidationError for options that only a server with several models accepts.  Call it for a single model."""
     given = {name: getattr(settings, name) for name in OF_SEVERAL}
     given["no_autoload"] = not settings.autoload
     for name, value in given.items():
         if value not in (None, (), False):
-            rule = "needs models with names (--model NAME=PATH), --models or --models-dir"
+            rule = "requires named models; give --model NAME=PATH, --models or --models-dir"
             raise invalid(name, rule)
 
 
@@ -132,13 +132,13 @@ def read_models(
     base: EngineArgs,
     given: Collection[str],
 ) -> list[ModelOptions]:
-    """Return the models of the command line, of the file and of the folder, in this order.
+    """Return the models from the command line, the TOML file and the folder, in this order.
 
     Args:
         named: the values of `--model`.
-        tables: the tables of the file of `--models`.
+        tables: the tables in the file of `--models`.
         base: the engine options of the command line, for all models.
-        given: names of engine options that the command line sets; the tables do not override them.
+        given: the names of engine options set on the command line, which the tables cannot override.
 
     Raises:
         TrouperValidationError: a name is missing or repeated, or an option or its value is wrong.
@@ -147,7 +147,9 @@ def read_models(
     if settings.lora_modules:
         one.append("lora_modules")
     for name in one:
-        raise invalid(name, "describes one model; give it in the table of a model (--models FILE)")
+        raise invalid(
+            name, "describes a single model; set it in the table of that model (--models FILE)"
+        )
     builder = _Builder(settings, base, frozenset(given), tables.get(DEFAULTS, {}))
     found: list[ModelOptions] = []
     for text in named:
@@ -161,7 +163,7 @@ def read_models(
     if settings.models_dir is not None:
         found += found_models(settings, base, given, tables)
     if not found:
-        raise invalid("models", "has no model", settings.models or settings.models_dir)
+        raise invalid("models", "contains no model", settings.models or settings.models_dir)
     _check_names(found)
     _check_chosen(found, settings)
     return found
@@ -183,7 +185,7 @@ def found_models(
     given: Collection[str],
     tables: Mapping[str, Mapping[str, Any]],
 ) -> list[ModelOptions]:
-    """Return the models in the folder of `--models-dir`, which may have changed since the start.
+    """Return the models that `--models-dir` contains now.
 
     Raises:
         TrouperValidationError: the folder does not exist.
@@ -199,7 +201,7 @@ def found_models(
 
 
 def _scan(folder: Path) -> dict[str, Path]:
-    """Find folders with a config.json, and GGUF files.  Shards of one model count once.
+    """Return the paths of models by name: folders with a config.json, and GGUF files, of which only the first shard counts.
 
     Folders inside a model's folder belong to that model.
     """
@@ -210,7 +212,7 @@ def _scan(folder: Path) -> dict[str, Path]:
             folders.clear()
             found[_shown(path.relative_to(folder), folder)] = path
             continue
-        # A link to a folder above would be followed for ever.
+        # Skipped, because a link to a parent folder would never end.
         folders[:] = [
             each for each in folders
             if not each.startswith(".") and path.resolve().is_relative_to((path / each).resolve()) is False
@@ -232,9 +234,9 @@ def _check_names(models: Iterable[ModelOptions]) -> None:
     for each in models:
         for name in (each.name, *each.aliases):
             if not name.strip():
-                raise invalid("model", "needs a name that is not empty", str(each.args.model))
+                raise invalid("model", "needs a non-empty name (NAME=PATH)", str(each.args.model))
             if name in seen:
-                rule = f"is the name of two models, {seen[name]} and {each.args.model}"
+                rule = f"is the name of two models, {seen[name]} and {each.args.model}; give one of them another name"
                 raise invalid("model", rule, name)
             seen[name] = str(each.args.model)
 
@@ -248,7 +250,7 @@ def _check_known(option: str, name: str, known: Collection[str]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Builder:
-    """Build the options of models from their tables."""
+    """Merge a model's table, the `[defaults]` and the command line into the model's options."""
 
     settings: ServeSettings
     base: EngineArgs
@@ -270,9 +272,9 @@ class _Builder:
             raise invalid("model", f"is missing in the table of {name}")
         args = dataclasses.replace(self.base, **fields)
         args.served_model_name = [name, *aliases]
-        # Only the end of a process gives all memory back.
+        # Only the end of a process returns all its memory to the system.
         if args.device_worker == "inline":
-            rule = "needs a worker process among several models, whose memory is given back"
+            rule = "must be process on a server with several models, because unloading a model frees the memory of its process"
             raise invalid("device_worker", rule, "inline")
         args.device_worker = "process"
         args.enable_lora |= bool(adapters)
@@ -294,7 +296,7 @@ class _Builder:
 
 
 def _plain(table: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a table with underscores in its keys.  Raises TrouperValidationError for an unknown key."""
+    """Return a table with hyphens in its keys replaced by underscores.  Raises TrouperValidationError for an unknown key."""
     known = {field.name for field in dataclasses.fields(EngineArgs)} | {*OWN_KEYS}
     known -= {"served_model_name", "nnodes", "node_rank"}
     found = {key.replace("-", "_"): value for key, value in table.items()}
@@ -302,6 +304,6 @@ def _plain(table: Mapping[str, Any], name: str) -> dict[str, Any]:
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean {near[0].replace('_', '-')}?" if near else ""
-            text = f"[{name}] has the unknown key {key.replace('_', '-')}{hint}"
+            text = f"[{name}] contains the unknown key {key.replace('_', '-')}{hint}"
             raise TrouperValidationError(text, parameter="models")
     return found

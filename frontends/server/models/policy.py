@@ -1,15 +1,19 @@
-"""Decide which models of a server are in memory.  Pure: it reads records and returns at most one transition.
+"""Decide which models of a server are in memory.  Pure: a decision reads the records and returns at most one transition.
 
     COLD ─▶ AWAKE ⇄ DOZING ─▶ ASLEEP ─▶ AWAKE        load, wake, sleep at level 1, sleep at level 2
     COLD ◀─ ASLEEP                                   stop
     COLD, DOZING, ASLEEP ─▶ FAILED ─▶ COLD           a failed load or wake, and the end of its pause
 
-Laws.  L1: the bytes of all models fit the budget, before, during and after each transition.  L2: one transition runs at a time.
-L3: a model with requests waits for at most n - 1 wakes of others if each of the n models fits together with the
-processes of all others, and else until open requests of others have ended.  L4: no transition ends a
-request.  L5: a model with requests stays awake for its turn.  L6: a pinned model is not put to sleep.  L7: a failed model takes
-neither memory nor a turn until its pause ends.  L8: a model is put to sleep only for another one with requests, or because it was
-idle for its keep-alive time.
+Laws:
+L1. The memory of all models fits the budget before, during and after each transition.
+L2. Only one transition runs at a time.
+L3. Every model with requests is woken eventually.  If each of the n models fits together with the worker processes of all others, it waits
+    for at most n - 1 wakes of others; otherwise it may also wait until open requests of others have ended.
+L4. No transition aborts a request.
+L5. A model with requests stays awake for its turn.
+L6. A pinned model is never put to sleep.
+L7. A failed model takes neither memory nor a turn until its pause ends.
+L8. A model is put to sleep only for another one with requests, or because it was idle for its keep-alive time.
 """
 
 import math
@@ -20,13 +24,15 @@ from typing import NamedTuple
 
 
 class ModelState(Enum):
-    """How much of a model is in memory.  Replies and metrics use the values."""
+    """Name how much of a model is in memory.  Replies and metrics contain the values."""
 
+    # No process.
     COLD = "cold"
+    # Weights and KV cache.
     AWAKE = "awake"
-    # Has its weights but no KV cache.
+    # Weights but no KV cache.
     DOZING = "dozing"
-    # Has only its worker process.
+    # Only the worker process.
     ASLEEP = "asleep"
     FAILED = "failed"
 
@@ -39,16 +45,16 @@ PATIENCE = {AWAKE: 1, DOZING: 2, ASLEEP: 6}
 
 
 class ModelMemory(NamedTuple):
-    """The bytes of a model's parts.  `process` is its worker without weights."""
+    """Hold the memory of a model's parts in bytes.  `process` is its worker processes without weights."""
 
     process: int
     weights: int
     kv: int
 
     def bytes_in(self, state: ModelState) -> int:
-        """Return the bytes that the model may use in a state.
+        """Return the largest memory use of the model in a state, in bytes.
 
-        The whole KV cache counts as soon as a model is awake, because its pages can be written at any time.
+        An awake model counts with its whole KV cache, because any page of it can be written at any time.
         """
         match state:
             case ModelState.AWAKE:
@@ -63,15 +69,15 @@ class ModelMemory(NamedTuple):
 
 @dataclass
 class ModelRecord:
-    """The facts about one model that decide its transitions.  Times are seconds of the event loop's clock.
+    """Hold the facts about one model that determine its transitions.  Times are seconds of the event loop's clock.
 
     Attributes:
-        is_held: an administrator has paused the model, so the policy leaves it as it is.
-        is_leaving: an administrator wants it unloaded as soon as it has no request.
-        num_waiting: requests that wait for the model to be awake.
-        num_open: requests in the engine, running or frozen.
-        wants_since: the time since which it has had requests without being awake; a turn that has ended begins it anew.
-        work: a measure of recent requests, used to choose between models that could make room.
+        is_held: whether the policy must not move the model, because an administrator has paused it.
+        is_leaving: whether to unload the model as soon as it has no requests, as an administrator has asked.
+        num_waiting: the number of requests that wait until the model is awake.
+        num_open: the number of requests in the engine, running or frozen.
+        wants_since: the time since which its requests have been waiting for it to be awake.  The end of a turn resets it.
+        work: the number of recent requests, with exponential decay; models with less work are evicted first.
     """
 
     name: str
@@ -103,7 +109,7 @@ class ModelRecord:
 
     @property
     def wants(self) -> bool:
-        """Whether it should be woken: it has requests, and is neither awake nor failed nor held."""
+        """Whether it waits to be woken: it has requests, and is neither awake nor failed nor held."""
         return self.has_work and self.state not in (AWAKE, FAILED) and not self.is_held
 
     @property
@@ -113,9 +119,9 @@ class ModelRecord:
 
     @property
     def least_bytes(self) -> int:
-        """The bytes that it keeps when others need as much memory as they can get.
+        """The memory that other models can never reclaim from it at present, in bytes.
 
-        A model with open requests keeps its process, because the requests live in the engine.
+        A model with open requests keeps its worker process, because the requests live in the engine.
         """
         if self.stays and self.state is not COLD:
             return self.memory.bytes_in(self.state if self.is_held else AWAKE)
@@ -124,19 +130,19 @@ class ModelRecord:
 
 
 class Transition(NamedTuple):
-    """A model's change to another state."""
+    """Name a model and its next state."""
 
     name: str
     to: ModelState
 
 
 class ResidencyLimits(NamedTuple):
-    """The limits of a server with several models.
+    """Hold the limits of a server with several models.
 
     Attributes:
-        budget: bytes of all models together.
-        turn_s: seconds that a model with requests stays awake when another one needs its memory.
-        max_loaded: the most models with weights in memory at once, or None.
+        budget: the memory for all models together, in bytes.
+        turn_s: how long a model with requests stays awake although another one needs its memory, in seconds.
+        max_loaded: the limit of models with weights in memory at once, or None for no limit.
     """
 
     budget: int
@@ -145,7 +151,7 @@ class ResidencyLimits(NamedTuple):
 
 
 def used_bytes(records: Iterable[ModelRecord], transition: Transition | None = None) -> int:
-    """Add up the bytes of all models.  During a transition the larger of its two states counts."""
+    """Return the memory of all models in bytes.  During a transition, a model counts with the larger of its two states."""
     total = 0
     for record in records:
         moves = transition is not None and transition.name == record.name
@@ -157,11 +163,11 @@ def used_bytes(records: Iterable[ModelRecord], transition: Transition | None = N
 def decide(
     records: Sequence[ModelRecord], limits: ResidencyLimits, now: float
 ) -> Transition | None:
-    """Return the next transition, or None if nothing is to be done before the next event or `next_look`.
+    """Return the next transition, or None if none is due before the next event or `next_look`.
 
-    Models with requests are woken in the order in which they began to wait.  Room is made only for the first of them, so that
-    small models cannot pass a large one for ever.  A model that could not be woken even if all others gave up what they can is
-    passed over until requests of the others have ended.
+    Models with requests are woken in the order in which they began to wait.  Others are evicted only for the first of them, so that small
+    models cannot starve a large one.  A model that would not fit even after all possible evictions is skipped until requests of others
+    have ended.
     """
     for first in _wanting(records):
         if not is_reachable(first, records, limits.budget):
@@ -181,9 +187,9 @@ def _wanting(records: Iterable[ModelRecord]) -> list[ModelRecord]:
 
 
 def draining(records: Sequence[ModelRecord], limits: ResidencyLimits, now: float) -> frozenset[str]:
-    """Return the models that must not take new requests for now: a waiting model needs the memory of their processes.
+    """Return the models that must hold back new requests, because a waiting model needs the memory of their processes.
 
-    Without it such a model could wait for ever: the others would get new requests before their last ones have ended.
+    Otherwise that model could starve: the others would get new requests before their last ones have ended.
     """
     wanting = _wanting(records)
     if not wanting or now < wanting[0].wants_since + limits.turn_s:
@@ -195,7 +201,7 @@ def draining(records: Sequence[ModelRecord], limits: ResidencyLimits, now: float
 
 
 def is_reachable(record: ModelRecord, records: Iterable[ModelRecord], budget: int) -> bool:
-    """Return whether a model could be awake if all others gave up all memory that they can."""
+    """Return whether a model would fit if all others released as much memory as they can at present."""
     others = sum(other.least_bytes for other in records if other is not record)
     return record.memory.bytes_in(AWAKE) + others <= budget
 
@@ -213,9 +219,9 @@ def _victim(
     *,
     must_have_weights: bool,
 ) -> ModelRecord | None:
-    """Choose the model that makes room: idle ones first, then those after their turn, each time the least work per byte.
+    """Choose the model to evict: idle models first, then models after their turn; among these, the one with the least work per byte.
 
-    Processes are stopped last, because starting one takes seconds.
+    Worker processes are stopped last, because starting one takes seconds.
     """
     able = [
         record
@@ -250,7 +256,7 @@ def _idle_transition(records: Iterable[ModelRecord], now: float) -> Transition |
 
 
 def _rests_at(record: ModelRecord) -> float:
-    """Return when an idle model goes down by one state."""
+    """Return the time at which an idle model moves down by one state.  Infinity means never."""
     if record.is_leaving:
         return -math.inf
     if record.stays or record.keep_alive_s == math.inf:
@@ -260,9 +266,9 @@ def _rests_at(record: ModelRecord) -> float:
 
 
 def next_look(records: Iterable[ModelRecord], limits: ResidencyLimits, now: float) -> float:
-    """Return when a decision may change although nothing happens.
+    """Return the time of the next decision that depends only on the clock.
 
-    It is the next end of a turn, of a keep-alive time, or of the pause after a failure; infinity if there is none.
+    This is the earliest end of a turn, of a keep-alive time or of a pause after a failure.  Infinity if there is none.
     """
     times = [math.inf]
     wanting = _wanting(records)
@@ -279,7 +285,7 @@ def next_look(records: Iterable[ModelRecord], limits: ResidencyLimits, now: floa
 
 
 def unfit(records: Sequence[ModelRecord], budget: int) -> list[tuple[ModelRecord, int]]:
-    """Return the models that could never be awake together with the pinned ones, each with the bytes of those."""
+    """Return the models that do not fit into the budget next to the pinned ones, each with the memory of those pinned ones."""
     found: list[tuple[ModelRecord, int]] = []
     for record in records:
         pinned = sum(r.memory.bytes_in(AWAKE) for r in records if r.is_pinned and r is not record)

@@ -1,7 +1,7 @@
-"""Carry out the policy: load, wake, sleep and stop the engines of a server with several models.
+"""Load, wake, put to sleep and stop the engines of a server with several models, as the policy decides.
 
-One task owns all transitions and runs one at a time.  Requests wait in `use` until their model is awake, and hold it open
-until they end, so a model with open requests is never stopped.  A request that leaves while it waits leaves nothing behind.
+One task owns all transitions and runs one at a time.  Requests wait in `use` until their model is awake, and pin it in memory until they
+end, so a model with open requests is never stopped.  A request cancelled while it waits leaves no state behind.
 """
 
 import contextlib
@@ -44,20 +44,24 @@ if TYPE_CHECKING:
     from trouper.frontends.python.async_engine import AsyncLLMEngine
 
 logger = logging.getLogger("trouper.server")
-# Pauses after failed loads in seconds: doubled from the first to the last.
+# The pause after a failed load in seconds, which doubles with each further failure from the first value to the second.
 FIRST_PAUSE_S, LAST_PAUSE_S = 5.0, 300.0
-# A failed transition of an engine that lives is tried again after this time, because its worker may be starting again.
+# The pause in seconds before a failed transition of a live engine is retried: its worker may be restarting.
 RETRY_S = 0.25
-# Failures in succession after which such an engine is stopped: a minute's worth.
+# After this many consecutive failures, about a minute, such an engine is stopped.
 MAX_RETRIES = 240
-# Recent requests count half after this time.
+# The half-life, in seconds, of a request's weight in the choice of models to evict.
 WORK_S = 60.0
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 MAX_CAUSE = 300
 
 
 class Residency:
-    """Own the states of all models of a server."""
+    """Own the states of all models of a server, and perform their transitions.
+
+    Args:
+        report: called with one line about each transition and failure.
+    """
 
     def __init__(
         self,
@@ -71,14 +75,14 @@ class Residency:
         self.limits = limits
         # Whether requests load cold models.
         self.loads_by_request = True
-        # Reads the folder of models again, and returns the names of new and of removed models.
+        # Reads `--models-dir` again, and returns the names of added and of removed models.
         self.reload: Callable[[], Awaitable[tuple[list[str], list[str]]]] | None = None
         self.num_transitions: dict[tuple[str, str], int] = {}
         self.transition_s = Distribution(SECONDS)
         self.wait_s = Distribution(SECONDS)
-        # Set and replaced at every change of a model's state, and of the table.
+        # Set, and replaced, whenever a model's state or the table changes.
         self.changed = anyio.Event()
-        # The clients of `GET /models/events`.
+        # The number of clients of `GET /models/events`.
         self.num_watchers = 0
         self._report = report
         self._news: anyio.Event | None = None
@@ -95,13 +99,13 @@ class Residency:
     async def use(
         self, model: HostedModel, act: Callable[[], Awaitable[None]], *, needs_awake: bool = True
     ) -> None:
-        """Run `act` while the model is open.  It begins when the model is awake, or with `needs_awake=False` when it is loaded.
+        """Wait until the model is awake, or with `needs_awake=False` loaded, and keep it in memory while `act` runs.
 
         Raises:
             HTTPError: the model cannot be loaded (503 or 507).
         """
         await self._wait(model, needs_awake=needs_awake)
-        # As in Ollama, each request sets the time anew; its handler may set another one.
+        # As in Ollama, each request resets the keep-alive time to the default, and its handler may change it.
         model.record.keep_alive_s = model.options.keep_alive_s
         with self.opened(model):
             await act()
@@ -123,7 +127,7 @@ class Residency:
 
     @contextlib.contextmanager
     def opened(self, model: HostedModel) -> Generator[None]:
-        """Keep a model's engine from being stopped.  The model must be loaded."""
+        """Protect a loaded model's engine from being stopped during the block."""
         record = model.record
         record.num_open += 1
         now = anyio.current_time()
@@ -135,7 +139,7 @@ class Residency:
             self._note_end(model)
 
     def check(self, model: HostedModel) -> None:
-        """Raise HTTPError if requests of this model cannot be answered now, nor after a wait."""
+        """Raise HTTPError if requests for this model would fail even after waiting for it."""
         record, now = model.record, anyio.current_time()
         if self._is_closing:
             raise unavailable("draining", "the server is shutting down")
@@ -147,12 +151,12 @@ class Residency:
             if each is not record:
                 continue
             need = record.memory.bytes_in(AWAKE)
-            text = f"the model {model.name} needs {size(need)}"
-            text += f" beside {size(pinned)} of pinned models" if pinned else ""
+            text = f"the model {model.name} needs {size(need)} of memory"
+            text += f" in addition to {size(pinned)} of pinned models" if pinned else ""
             raise HTTPError(
                 507,
                 "model_too_large",
-                f"{text}, but the budget is {size(self.limits.budget)}",
+                f"{text}, but the budget is {size(self.limits.budget)} (--memory-budget)",
                 param="model",
             )
 
@@ -172,41 +176,41 @@ class Residency:
         return self._is_closing
 
     def keep(self, model: HostedModel, keep_alive_s: float | None) -> None:
-        """Set how long the model stays awake after its last request; None means the time of its options."""
+        """Set how long the model stays awake after its last request, in seconds.  None restores the model's default."""
         default_s = model.options.keep_alive_s
         model.record.keep_alive_s = default_s if keep_alive_s is None else keep_alive_s
         self._tell()
 
     def hold(self, model: HostedModel, is_held: bool) -> None:
-        """Leave the model as it is, because an administrator has paused it, or end that."""
+        """Exempt the model from the policy because an administrator has paused it, or end the exemption."""
         model.is_paused = model.record.is_held = is_held
         self.note_table()
         self._tell()
 
     def close(self) -> None:
-        """Refuse the requests that wait for a model, because the server is shutting down."""
+        """Refuse all requests that are waiting for a model, because the server is shutting down."""
         self._is_closing = True
         for model in self.table:
             self._notify(model)
 
     def note_deaths(self) -> None:
-        """End the failed engines.  Their models are loaded again after a pause."""
+        """Close the engines that have died.  Their models are loaded again after a pause."""
         for model in self.table:
             service = model.service
             if not service.is_starting and service.engine.dead_error is not None:
                 service.died.set()
 
     def engine_metrics(self) -> list[Metrics]:
-        """Return the metrics of all engines so far.  Those of a stopped engine keep its last numbers."""
+        """Return the metrics of all engines, including the last values of stopped ones."""
         return [model.metrics for model in self.table if model.metrics is not None]
 
     # Administrators
 
     async def load(self, model: HostedModel) -> float:
-        """Load or wake a model, and return how many seconds that took.
+        """Load or wake a model, and return the time that this took in seconds.
 
         Raises:
-            HTTPError: it cannot be loaded (503 or 507).
+            HTTPError: the model cannot be loaded (503 or 507).
         """
         begun, record = anyio.current_time(), model.record
         record.is_leaving, record.keep_alive_s = False, model.options.keep_alive_s
@@ -217,7 +221,7 @@ class Residency:
         return anyio.current_time() - begun
 
     def load_later(self, model: HostedModel) -> None:
-        """Load or wake a model without waiting for it.  Raises HTTPError if it can never be loaded."""
+        """Start to load or wake a model without waiting for it.  Raises HTTPError if that would fail."""
         self.check(model)
         assert self._group is not None
         self._group.start_soon(self._load_alone, model, name="load")
@@ -226,17 +230,17 @@ class Residency:
         try:
             await self.load(model)
         except HTTPError as error:
-            logger.info("%s was not loaded: %s", model.name, error)
+            logger.info("the model %s was not loaded: %s", model.name, error)
 
     def begin_unload(self, model: HostedModel, *, aborts: bool, is_forced: bool) -> None:
-        """Unload a model when its requests have ended, or after aborting them.
+        """Start to unload a model, after its requests have ended or, with `aborts`, were aborted.
 
         Raises:
-            HTTPError: the model is pinned (409).
+            HTTPError: the model is pinned and `is_forced` is false (409).
         """
         record = model.record
         if record.is_pinned and not is_forced:
-            text = f"the model {model.name} is pinned; set force to unload it"
+            text = f"the model {model.name} is pinned; set force to unload it anyway"
             raise HTTPError(409, "model_pinned", text, param="model")
         if record.state in (COLD, FAILED) and model.moves_to is None:
             return
@@ -247,12 +251,12 @@ class Residency:
         self._tell()
 
     async def wait_for(self, model: HostedModel, state: ModelState) -> None:
-        """Wait until a model is in a state, or has failed."""
+        """Wait until a model reaches a state or fails."""
         while model.record.state not in (state, FAILED):
             await model.changed.wait()
 
     def note_table(self) -> None:
-        """Wake the watchers of all models, because a model was added, removed or changed."""
+        """Wake the watchers of the table, because a model was added, removed or changed."""
         self.changed.set()
         self.changed = anyio.Event()
 
@@ -263,14 +267,14 @@ class Residency:
     # The task
 
     def _tell(self) -> None:
-        """Let the task decide again."""
+        """Wake the task to decide again."""
         if self._news is not None:
             self._news.set()
 
     async def carry_out(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Carry out transitions until cancelled; then all engines are closed.
+        """Perform transitions until cancelled, then close all engines.
 
-        An engine runs in a task of its own, since it must be closed in the task that opened it.
+        Each engine has a task of its own, because it must be closed in the task that opened it.
         """
         async with anyio.create_task_group() as self._group:
             task_status.started()
@@ -296,7 +300,7 @@ class Residency:
                 self._notify(model)
 
     def _drain(self, now: float) -> None:
-        """Let new requests of models wait or begin, as the policy decides."""
+        """Hold back or admit new requests of each model, as the policy decides."""
         names = draining(self.table.records, self.limits, now)
         for model in self.table:
             was_draining, model.is_draining = model.is_draining, model.name in names
@@ -304,7 +308,7 @@ class Residency:
                 self._notify(model)
 
     async def _move(self, model: HostedModel, to: ModelState) -> None:
-        """Carry out one transition.  A failure is the model's own, so the others go on."""
+        """Perform one transition.  A failure affects only this model."""
         record, begun, before = model.record, anyio.current_time(), model.record.state
         model.moves_to = to
         self._notify(model)
@@ -345,23 +349,33 @@ class Residency:
         used = used_bytes(self.table.records)
         self._report(
             f"{model.name}: {before.value} → {to.value} in {seconds:.2f} s; "
-            f"{size(used)} of {size(self.limits.budget)} are in use"
+            f"all models use {size(used)} of {size(self.limits.budget)}"
         )
 
     async def _note_failure(self, model: HostedModel, before: ModelState, failure: str) -> None:
-        """Pause a model that failed, or try again if its engine lives: a worker that dies during a change starts again."""
+        """Handle a failed transition: retry soon if the engine is alive or its worker was killed, else pause the model.
+
+        A live engine can fail a transition because its worker died and is being restarted.
+        """
         record, service = model.record, model.service
         model.num_failures += 1
         is_killed, model.was_killed = model.was_killed, False
         if is_killed and model.num_failures <= service.config.max_worker_restarts:
-            # It is cold as before, and the policy loads it again.
-            logger.warning("%s is loaded again: %s", model.name, failure)
+            # The model is still cold, so the policy loads it again.
+            logger.warning(
+                "loading %s again, because its worker was killed: %s", model.name, failure
+            )
             self._notify(model)
             return
         is_alive = not service.is_starting and service.engine.dead_error is None
         if is_alive and before is not COLD and model.num_failures <= MAX_RETRIES:
             record.state, record.is_held = place_of(service), True
-            logger.warning("%s: a change failed and is tried again: %s", model.name, failure)
+            logger.warning(
+                "could not change the state of %s, trying again in %g s: %s",
+                model.name,
+                RETRY_S,
+                failure,
+            )
             self._notify(model)
             assert self._group is not None
             self._group.start_soon(self._release_later, model, name="retry")
@@ -371,7 +385,7 @@ class Residency:
         self._fail(model, failure)
 
     async def _release_later(self, model: HostedModel) -> None:
-        """Let the policy move a model again after a pause, in which it moves others."""
+        """Return a model to the policy after a pause, during which the policy can move other models."""
         await anyio.sleep(RETRY_S)
         model.record.is_held = model.is_paused
         _note_wants(model.record)
@@ -383,12 +397,14 @@ class Residency:
         record.state, record.retry_at = FAILED, anyio.current_time() + pause_s
         record.is_leaving = model.is_paused = record.is_held = False
         model.error = failure
-        self._report(f"{model.name} has failed, and is tried again in {pause_s:.0f} s: {failure}")
+        self._report(
+            f"{model.name} has failed and can be loaded again in {pause_s:.0f} s: {failure}"
+        )
         self._notify(model)
         self._tell()
 
     async def _load(self, model: HostedModel) -> str | None:
-        """Start a model's engine.  Returns the reason if it does not start."""
+        """Start a model's engine.  Returns None, or why the engine could not start."""
         assert self._group is not None
         model.stop = anyio.Event()
         return await self._group.start(self._keep_open, model, name=f"engine {model.name}")
@@ -396,7 +412,7 @@ class Residency:
     async def _keep_open(
         self, model: HostedModel, *, task_status: TaskStatus[str | None] = anyio.TASK_STATUS_IGNORED
     ) -> None:
-        """Keep an engine open until its model is stopped, or until it dies."""
+        """Run a model's engine until it is stopped or dies.  Reports None when it is open, or the reason if it cannot start."""
         service, config = model.service, model.plan.config
         assert config is not None
         is_open, failure = False, None
@@ -431,7 +447,7 @@ class Residency:
             self._notify(model)
 
     async def _stop(self, model: HostedModel) -> None:
-        """Stop a model's engine, and wait until its processes have ended."""
+        """Stop a model's engine and wait until its worker processes have ended."""
         model.stop.set()
         while not model.service.is_starting:
             await model.changed.wait()
@@ -450,7 +466,7 @@ class Residency:
         return start
 
     async def _correct(self, model: HostedModel) -> None:
-        """Compare the estimate with the memory of the model's processes, and raise it if they have more."""
+        """Measure the memory of the model's idle processes, and raise the estimate if they use more."""
         record, pids = model.record, self._pids.get(model.name)
         is_fresh = record.num_open == 0 or record.state is not AWAKE
         if not pids or not is_fresh or record.state is COLD:
@@ -463,16 +479,21 @@ class Residency:
         after = corrected(record.memory, seen, has_weights=record.state is not ASLEEP)
         if after != record.memory:
             before, record.memory = record.bytes, after
-            logger.info("%s has %s, not %s", model.name, size(record.bytes), size(before))
+            logger.info(
+                "%s uses %s of memory, more than the estimated %s",
+                model.name,
+                size(record.bytes),
+                size(before),
+            )
 
 
 def residency_of(service: Service) -> Residency | None:
-    """Return the residency of the server's models, or None if the server has one model."""
+    """Return the residency of the server's models, or None on a server for a single model."""
     return cast("Residency | None", service.front.models)
 
 
 def _make_engine(config: EngineConfig, launcher: "Callable[..., Peer]") -> "AsyncLLMEngine":
-    # Imported late, because it imports torch, for which a server should not wait before it listens.
+    # Imported here, because it imports torch, and a server should listen before that.
     from trouper.frontends.python.async_engine import AsyncLLMEngine
 
     return AsyncLLMEngine(config, launcher=launcher)
@@ -489,7 +510,7 @@ def _note_wants(record: ModelRecord) -> None:
 
 
 def place_of(service: Service) -> ModelState:
-    """Return the state of an open engine by the memory that it has."""
+    """Return the state of an open engine: awake, dozing or asleep."""
     lifecycle = service.engine.lifecycle
     if not lifecycle.is_sleeping:
         return AWAKE
@@ -499,6 +520,6 @@ def place_of(service: Service) -> ModelState:
 
 
 def cause_of(error: BaseException) -> str:
-    """Return one line about a failure."""
+    """Return a one-line description of an exception, of at most `MAX_CAUSE` characters."""
     text = str(error) if isinstance(error, TrouperError | OSError | ValueError) else repr(error)
     return " ".join(text.split())[:MAX_CAUSE]

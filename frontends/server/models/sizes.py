@@ -15,21 +15,22 @@ from trouper.frontends.server.models.options import ModelOptions
 from trouper.frontends.server.models.policy import AWAKE, ModelMemory, ModelRecord, unfit
 
 MIB = 2**20
-# A worker without weights, with torch and the compiled kernels.  Workers share the pages of both, so it is the figure of a
-# single worker.
+# The measured memory of a single worker without weights: torch and the compiled kernels.  Several workers share these pages, so the sum
+# is an upper bound.
 PROCESS_BYTES = 210 * MIB
-# Weights are packed for the CPU's vector instructions, and some are kept in two forms: measured are 1.0 to 1.5 times
-# the stored tensors, plus the buffers of a step.
+# Weights in memory relative to the checkpoint.  They are packed for vector instructions, some in two forms: 1.0 to 1.5 was measured,
+# plus the buffers of a step.
 PACKED = 1.5
-# The budget by default, as a share of the memory that the machine can give when the server starts.
+# The default budget, as a share of the available memory at the start of the server.
 BUDGET_SHARE = 0.8
+# The server process itself.
 FRONT_BYTES = 128 * MIB
 
 
 class ModelPlan(NamedTuple):
-    """A model, its resolved configuration, and its estimated memory.
+    """Hold a model's options, its resolved configuration, and its estimated memory.
 
-    A model of a folder that cannot be served has an error instead of a configuration.
+    A model in `--models-dir` that cannot be served has an error instead of a configuration.
     """
 
     options: ModelOptions
@@ -47,19 +48,19 @@ def default_budget() -> int:
     available = available_bytes()
     if available is None:
         raise invalid(
-            "memory_budget", "must be given, because the system does not report its memory"
+            "memory_budget", "is required, because the system does not report its available memory"
         )
     return max(0, int(BUDGET_SHARE * (available - FRONT_BYTES)))
 
 
 def plan_models(models: Sequence[ModelOptions], budget: int) -> list[ModelPlan]:
-    """Resolve the options of all models, and give each KV cache without a size its share of the budget.
+    """Resolve the options of all models, and give each KV cache without a configured size its share of the budget.
 
-    It reads headers of files, so it runs in a thread, or before the server starts.
+    It reads file headers, so call it in a thread, or before the server starts.
 
     Raises:
-        TrouperValidationError, UnsupportedFeatureError: the options of a model of the command line or of the file are wrong, or
-            it could never be awake within the budget.
+        TrouperValidationError, UnsupportedFeatureError: a model of the command line or of the TOML file has wrong options, or does not
+            fit into the budget.
     """
     rough = [_plan(each) for each in models]
     plans = [_with_cache(plan, rough, budget) for plan in rough]
@@ -68,7 +69,7 @@ def plan_models(models: Sequence[ModelOptions], budget: int) -> list[ModelPlan]:
 
 
 def _plan(options: ModelOptions) -> ModelPlan:
-    """Resolve a model with a KV cache of one block, so that the memory of today does not decide anything."""
+    """Resolve a model without regard to the memory that is free now, because the budget decides instead."""
     args = dataclasses.replace(options.args)
     has_size = args.kv_cache_memory_bytes is not None or args.num_gpu_blocks_override is not None
     if not has_size:
@@ -76,7 +77,7 @@ def _plan(options: ModelOptions) -> ModelPlan:
     try:
         config = resolve(args, frontend="server")
         if config.device != "cpu":
-            rule = "several models are served on the CPU; start a server for each model on a GPU, or give --device cpu"
+            rule = "one server can share several models only on the CPU; start one server for each model, or use --device cpu"
             raise UnsupportedFeatureError(rule, parameter="device")
     except TrouperError as error:
         return _refused(options, error)
@@ -106,10 +107,10 @@ def _token_bytes(config: EngineConfig) -> int:
 
 
 def _with_cache(plan: ModelPlan, plans: Sequence[ModelPlan], budget: int) -> ModelPlan:
-    """Give a model without a size of its KV cache an equal share of the budget.
+    """Give a model whose KV cache has no configured size an equal share of the budget.
 
-    It is the budget without all processes, the pinned models' weights and its own, divided by the number of models that
-    generate, within the sizes of one sequence and of all sequences of full length.
+    The share is the budget minus all processes, the pinned models' weights and its own weights, divided by the number of generating models.
+    It is at least the size of one sequence of full length, and at most that of `max_num_seqs` such sequences.
     """
     options, config = plan.options, plan.config
     args = options.args
@@ -141,9 +142,9 @@ def _with_cache(plan: ModelPlan, plans: Sequence[ModelPlan], budget: int) -> Mod
 
 
 def check_fit(plans: Iterable[ModelPlan], budget: int) -> None:
-    """Raise TrouperValidationError if a model could never be awake, with the numbers.
+    """Raise TrouperValidationError if a model can never fit into the budget.
 
-    Models of a folder are left out: the requests of those without room are refused instead.
+    Models in `--models-dir` are not checked; requests for those that do not fit are refused instead.
     """
     records = [
         ModelRecord(each.options.name, each.memory, is_pinned=each.options.is_pinned)
@@ -154,22 +155,22 @@ def check_fit(plans: Iterable[ModelPlan], budget: int) -> None:
         need = record.memory.bytes_in(AWAKE)
         raise invalid(
             "memory_budget",
-            f"{record.name} needs {size(need)} beside {size(pinned)} of pinned models, "
+            f"{record.name} needs {size(need)} in addition to {size(pinned)} of pinned models, "
             f"but the budget is {size(budget)}",
         )
 
 
 def size(num_bytes: int) -> str:
-    """Write bytes for people."""
+    """Format a number of bytes in MiB or GiB for readers."""
     if num_bytes >= 10 * 2**30:
         return f"{num_bytes / 2**30:.1f} GiB"
     return f"{num_bytes / MIB:.0f} MiB"
 
 
 def resident_bytes(pids: Iterable[int]) -> int | None:
-    """Return the memory of processes, with shared pages divided among them, or None if one has ended.
+    """Return the proportional set size (PSS) of processes in bytes, or None if one of them has ended.
 
-    The kernel walks all pages of a process for it, which takes some 10 ms, so it belongs in a thread.
+    The kernel walks all pages of a process, which takes about 10 ms, so call it in a thread.
     """
     total = 0
     for pid in pids:
@@ -182,7 +183,7 @@ def resident_bytes(pids: Iterable[int]) -> int | None:
 
 
 def corrected(memory: ModelMemory, seen: int, *, has_weights: bool) -> ModelMemory:
-    """Raise an estimate to what was measured while the KV cache was empty.  An estimate never falls."""
+    """Raise an estimate to the `seen` bytes, measured while the KV cache was empty.  An estimate never falls."""
     if has_weights:
         return memory._replace(weights=max(memory.weights, seen - memory.process))
     return memory._replace(process=max(memory.process, seen))

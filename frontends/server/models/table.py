@@ -1,6 +1,7 @@
-"""The models of a server by their names, and the states that other parts show.  Nothing here waits.
+"""Find the models of a server by name, and describe their states.  Everything is synchronous.
 
-A name is that of a model, an alias, or an adapter; `NAME:latest` means `NAME`, and `MODEL/ADAPTER` an adapter of one model.
+A name is the name of a model, an alias, or an adapter.  As in Ollama, `NAME:latest` means `NAME`.  `MODEL/ADAPTER` selects an adapter if
+several models have one of that name.
 """
 
 import math
@@ -24,12 +25,12 @@ MAX_NEAR = 3
 
 
 class ModelStatus(msgspec.Struct, frozen=True):
-    """One model at one moment, for lists and pages.
+    """Describe one model at one moment, for lists and pages.
 
     Attributes:
         state: cold, loading, awake, dozing, asleep, waking, stopping or failed.
-        bytes: the estimated memory: of the process, the weights and the KV cache, and what counts in this state.
-        expires_s: seconds until it goes down by a state, or None if it stays.
+        bytes: the estimated memory by part (`process`, `weights`, `kv`), and the sum used in this state (`now`).
+        expires_s: seconds until an idle model is put to sleep, or None if it stays awake.
     """
 
     name: str
@@ -44,7 +45,7 @@ class ModelStatus(msgspec.Struct, frozen=True):
 
 
 class HostedModel:
-    """One model of the table: its options, its service, and its record in the policy.
+    """Hold one model's options, its service, and its record in the policy.
 
     Only `Residency` changes the record and opens the engine.
     """
@@ -60,28 +61,28 @@ class HostedModel:
             keep_alive_s=plan.options.keep_alive_s,
         )
         if plan.config is None:
-            # Its files cannot be served, so no pause ends this.
+            # Its files cannot be served, so a retry would fail, too.
             self.record.state, self.record.retry_at = FAILED, math.inf
-        # The state that the running transition leads to.
+        # The target state of the running transition.
         self.moves_to: ModelState | None = None
-        # Whether its worker was killed during a load.  The model is not to blame for it.
+        # Whether its worker was killed during a load, for example by the OOM killer.  This is no fault of the model.
         self.was_killed = False
         # Whether an administrator has put it to sleep or paused it.
         self.is_paused = False
-        # Whether new requests wait, because the open ones leave another model no room.
+        # Whether new requests are held back, because another model waits for the memory of this one.
         self.is_draining = False
-        # Set and replaced at every change of its state.
+        # Set, and replaced, whenever its state changes.
         self.changed = anyio.Event()
-        # Set to end its engine.
+        # Set to stop its engine.
         self.stop = anyio.Event()
-        # How long its last transition took.
+        # The duration of its last transition in seconds.
         self.last_change_s = 0.0
-        # The reason of the last failure, and the number of failures in succession.
+        # The reason of the last failure, and the number of consecutive failures.
         self.error: str | None = plan.error
         self.num_failures = 0
-        # Whether its folder no longer has it, so that it leaves the table when it is unloaded.
+        # Whether its files were removed from the folder, so that it is removed from the table after it is unloaded.
         self.is_gone = False
-        # The counters of its last engine, which stay after it has stopped.
+        # The metrics of its last engine, which remain visible after it has stopped.
         self.metrics: Metrics | None = None
 
     def __repr__(self) -> str:
@@ -92,12 +93,12 @@ class HostedModel:
         return self.options.name
 
     def is_ready(self, *, needs_awake: bool) -> bool:
-        """Whether a request may begin: the model is awake, or with `needs_awake=False` loaded."""
+        """Return whether a request may start: the model is awake, or with `needs_awake=False` loaded, and not draining."""
         return (self.is_awake if needs_awake else self.is_loaded) and not self.is_draining
 
     @property
     def is_loaded(self) -> bool:
-        """Whether it has an open engine that no transition is about to stop."""
+        """Whether its engine is open and not about to be stopped."""
         return self.record.state not in (COLD, FAILED) and self.moves_to is not COLD
 
     @property
@@ -106,7 +107,7 @@ class HostedModel:
 
     @property
     def state(self) -> str:
-        """Return its state in one word, which during a transition is the name of that."""
+        """The state for clients, or the running transition: loading, waking or stopping."""
         match self.moves_to, self.record.state:
             case ModelState.AWAKE, ModelState.COLD:
                 return "loading"
@@ -118,15 +119,17 @@ class HostedModel:
                 return state.value
 
     def notify(self) -> None:
-        """Wake the tasks that wait for a change of this model."""
+        """Wake the tasks that are waiting for a change of this model's state."""
         self.changed.set()
         self.changed = anyio.Event()
 
 
 class ModelTable:
-    """All models of a server.
+    """Index all models of a server by name.
 
-    The first is the default of routes that need some model, and of requests without a name if the command line says so.
+    Args:
+        default: the model of requests without a name (`--default-model`).  None requires a name unless there is only one model.
+        budget: the bytes of memory for all models together.
     """
 
     def __init__(self, models: Sequence[HostedModel], default: str | None, budget: int) -> None:
@@ -144,7 +147,7 @@ class ModelTable:
 
     @property
     def default(self) -> HostedModel:
-        """The model of requests without a name; the first one if the chosen one has left the table."""
+        """The model of requests without a name, or the first model if that one was removed."""
         return self.models.get(self._default) or next(iter(self))
 
     @property
@@ -152,10 +155,10 @@ class ModelTable:
         return [model.record for model in self]
 
     def find(self, name: str) -> HostedModel:
-        """Return the model of a name, an alias or an adapter.
+        """Return the model with this name or alias, or with an adapter of this name.
 
         Raises:
-            TrouperNotFoundError: no model has the name.
+            TrouperNotFoundError: no model or adapter has this name.
             HTTPError: several models have an adapter of this name (400).
         """
         for known in (name, untagged(name)):
@@ -168,7 +171,7 @@ class ModelTable:
                 f"{clean(model.name, MAX_SHOWN_NAME)}/{clean(name, MAX_SHOWN_NAME)}"
                 for model in having
             )
-            text = f"several models have an adapter of this name; ask for {names}"
+            text = f"several models have an adapter of this name; set model to {names}"
             raise HTTPError(400, "ambiguous_model", text, param="model")
         if not having:
             raise TrouperNotFoundError(self._unknown(name))
@@ -189,7 +192,7 @@ class ModelTable:
         """Describe all models at once, without waiting.
 
         Args:
-            now: the time of the event loop.
+            now: the event loop's clock, in seconds.
         """
         return [self.status(model, now) for model in self]
 
@@ -215,17 +218,17 @@ class ModelTable:
 
 
 def refusal(model: HostedModel, now: float) -> HTTPError:
-    """Return the error for requests of a model that could not be loaded or woken."""
+    """Return the error (503) for requests of a failed model, with the time after which a retry makes sense."""
     name = clean(model.name, MAX_SHOWN_NAME)
     error = unavailable("model_failed", f"the model {name} could not be loaded: {model.error}")
     wait_s = model.record.retry_at - now
-    # Files that cannot be served may be replaced, but not soon.
+    # Without a scheduled retry the files must be replaced first, which takes a while.
     error.retry_after_s = max(1.0, wait_s) if wait_s < math.inf else 300.0
     return error
 
 
 def status_words(status: ModelStatus) -> dict[str, Any]:
-    """Return the status in llama.cpp's words, which its router's clients compare."""
+    """Return the status in llama.cpp's vocabulary, which clients of its router compare."""
     words = {
         "cold": "unloaded", "stopping": "unloaded", "loading": "loading", "waking": "loading",
         "awake": "loaded", "dozing": "sleeping", "asleep": "sleeping", "failed": "failed",
