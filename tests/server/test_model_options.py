@@ -50,11 +50,11 @@ def test_tables_override_defaults_and_line_overrides_tables():
     [
         (["a=x", "a=y"], {}, {}, "two models, x and y"),
         (["x", "a=y"], {}, {}, "needs a name"),
-        (["=x"], {}, {}, "not empty"),
+        (["=x"], {}, {}, "non-empty name"),
         (["a=x"], {"b": {"model": "y", "alias": "a"}}, {}, "two models"),
         ([], {"a": {"modle": "x"}}, {}, "did you mean model"),
         ([], {"a": {"pin": True}}, {}, "missing in the table of a"),
-        ([], {"a": {"model": "x", "device_worker": "inline"}}, {}, "worker process"),
+        ([], {"a": {"model": "x", "device_worker": "inline"}}, {}, "must be process"),
         ([], {"a": {"model": "x", "lora": "/l"}}, {}, "table of names"),
         ([], {"a": {"model": "x", "keep_alive": "soon"}}, {}, "duration"),
         (["a=x"], {}, {"pin": ("b",)}, "must be one of the server's models, a"),

@@ -339,7 +339,7 @@ async def test_pooling_model_names_routes_instead_of_generating(pooling, path):
     message = answer.error["message"]
     assert (
         message
-        == f"{path}: the model 'trouper-demo' makes embeddings and does not generate text; ask /v1/embeddings"
+        == f"{path}: the model 'trouper-demo' makes embeddings and does not generate text; use /v1/embeddings"
     )
 
 

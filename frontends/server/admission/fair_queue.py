@@ -2,10 +2,12 @@
 
     enter ─▶ ENTERED ─wait─▶ WAITING ─next_starts─▶ STARTED        leave: from any state, once
 
-Laws.  Every request holds its places and its tokens from `enter` to `leave`.  Requests start by priority, then by the service that
-their tenant has received (a virtual token counter for each tenant: Sheng et al., "Fairness in Serving Large Language Models",
-algorithm 2), then by arrival.  When the queue is full and a tenant with less usage arrives, the newest waiting request of the
-tenant with the most usage is evicted.
+Laws:
+1. Every request holds its places and its tokens from `enter` to `leave`.
+2. Requests start by priority, then by the service that their tenant has received (a virtual token counter for each tenant: Sheng et al.,
+   "Fairness in Serving Large Language Models", algorithm 2), then by arrival.
+3. When the queue is full and a request of a tenant with less usage arrives, the newest waiting request of the tenant with the most usage is
+   evicted.
 """
 
 from bisect import insort
@@ -17,10 +19,9 @@ OUTPUT_WEIGHT = 2
 
 
 class Phase(Enum):
-    """The state of an admitted request.
+    """Name the states of an admitted request.
 
-    A request enters when its body has been read, waits once its size is known, and starts when the engine receives
-    it.
+    A request enters when its body has been read, waits when its size is known, and starts when the engine receives it.
     """
 
     ENTERED = "entered"
@@ -30,9 +31,9 @@ class Phase(Enum):
 
 
 class Full(Exception):
-    """The queue is full.  `is_over_share` means that the tenant already has more than an equal share.
+    """Report that the queue is full.
 
-    The server answers with 429 in that case, and with 503 otherwise.
+    With `is_over_share` the tenant already uses more than an equal share, and the server answers with 429 instead of 503.
     """
 
     def __init__(self, *, is_over_share: bool) -> None:
@@ -41,9 +42,9 @@ class Full(Exception):
 
 
 class Entry:
-    """One admitted request.  Only `FairQueue` writes it.
+    """Hold the state of one admitted request, and its size, for which its tenant is charged.
 
-    It holds the size of the request, by which the queue is limited and tenants are charged.
+    Only `FairQueue` changes it.
     """
 
     def __init__(self, number: int, tenant: str, num_tokens: int) -> None:
@@ -56,7 +57,7 @@ class Entry:
         self.phase = Phase.ENTERED
         # The tokens charged to the tenant's counter.
         self.num_charged = 0
-        # Whether an earlier process has admitted it, so that it is neither refused for its size nor evicted.
+        # Whether an earlier process admitted it.  Then it is neither refused for its size nor evicted.
         self.is_promised = False
 
     def __repr__(self) -> str:
@@ -64,19 +65,16 @@ class Entry:
 
     @property
     def order(self) -> tuple[int, int]:
-        """The sort key among one tenant's requests: larger priority first, then earlier arrival.
-
-        Among different tenants the order depends on the service that each has received, not on priorities.
-        """
+        """The sort key among one tenant's requests: larger priority first, then earlier arrival."""
         return -self.priority, self.number
 
 
 class FairQueue:
-    """The admitted requests, within three limits: `max_sequences` in all, `max_waiting_tokens` not started, and about
-    `max_started` started.
+    """Hold the admitted requests within three limits: `max_sequences` in total, `max_waiting_tokens` of requests that have not started, and
+    about `max_started` started sequences.
 
-    A request larger than a limit is admitted if no other request counts against that limit.  Queues that share `counters`
-    charge each tenant for its usage of all of them.
+    A request larger than a limit is admitted if no other request counts against that limit.  Queues that share `counters` charge each
+    tenant for its usage of all of them.
     """
 
     def __init__(self, counters: dict[str, int] | None = None) -> None:
@@ -89,11 +87,11 @@ class FairQueue:
         self.num_tokens = 0
         self.num_waiting_tokens = 0
         self._num_entered = 0
-        # For each tenant the number of its sequences, and of its tokens not started.
+        # By tenant: the number of its sequences, and of the tokens of its requests that have not started.
         self._held: dict[str, list[int]] = {}
         # The waiting requests of each tenant in its own order.  No list is empty.
         self._waiting: dict[str, list[Entry]] = {}
-        # The service that each tenant has received.  There are as many tenants as keys.
+        # The service that each tenant has received.  Bounded by the number of API keys.
         self.counters: dict[str, int] = {} if counters is None else counters
         self._last_tenant: str | None = None  # served last
 
@@ -104,9 +102,9 @@ class FairQueue:
     def enter(
         self, tenant: str, num_tokens: int, *, is_promised: bool = False
     ) -> tuple[Entry, list[Entry]]:
-        """Admit a request of one sequence.  Returns its entry and the evicted ones.  Raises Full.
+        """Admit a request of one sequence.  Returns its entry and the entries evicted for it.  Raises Full.
 
-        A tenant with more than its share may lose its newest requests to another tenant with less.
+        Only waiting requests of a tenant with more than its share are evicted, the newest first.
         """
         entry = Entry(self._num_entered, tenant, num_tokens)
         entry.is_promised = is_promised
@@ -117,18 +115,15 @@ class FairQueue:
         return entry, gone
 
     def check(self, tenant: str, num_tokens: int) -> None:
-        """Raise Full if `enter` would, without any change.
-
-        It uses the same rules, so a caller can refuse before it reads a body.
-        """
+        """Raise Full if `enter` would raise it, without any change, so that a caller can refuse before it reads a body."""
         self._victims(Entry(self._num_entered, tenant, num_tokens))
 
     def resize(
         self, entry: Entry, num_sequences: int, num_tokens: int, priority: int
     ) -> list[Entry]:
-        """Set the size of a request, entirely or not at all.  Returns the evicted entries.  Raises Full.
+        """Set the size of a request when its body has been decoded.  Returns the entries evicted for it.
 
-        The size is an estimate until the body is decoded.  The request keeps its place in the order of arrival.
+        The request keeps its position in the order of arrival.  Raises Full, without a change, if there is no room.
         """
         self._count(entry, -1)
         before = entry.num_sequences, entry.num_tokens
@@ -144,12 +139,11 @@ class FairQueue:
             self._count(entry, 1)
 
     def wait(self, entry: Entry) -> None:
-        """Queue a ready request.
+        """Queue a request that is ready to start.
 
-        Its tenant's counter is raised to the level of the others, so time without requests earns no credit.
+        If its tenant was idle, its counter is raised to the lowest of the waiting tenants, so that idle time earns no credit.
         """
         tenant = entry.tenant
-        # Time without requests earns no credit.
         if tenant not in self._waiting:
             others = [self.counters[other] for other in self._waiting]
             floor = min(others, default=self.counters.get(self._last_tenant or "", 0))
@@ -163,9 +157,9 @@ class FairQueue:
         return self.num_started >= self.max_started
 
     def next_starts(self) -> list[Entry]:
-        """Start the next requests.  The last one may exceed the limit, so that every request can start eventually.
+        """Start the next requests, and return them.  The last one may exceed the limit, so that a large request can start, too.
 
-        The tenants are charged for the estimated tokens at once, so several starts in succession are fair, too.
+        The tenants are charged for the estimated tokens at once, so that several starts in succession are fair, too.
         """
         started: list[Entry] = []
         while not self.is_full and (entry := self.next_waiting()) is not None:
@@ -181,10 +175,7 @@ class FairQueue:
         return started
 
     def leave(self, entry: Entry, num_prompt_tokens: int = 0, num_output_tokens: int = 0) -> None:
-        """Remove a request and charge its tenant for the used tokens.  Idempotent.
-
-        Estimates are replaced by the tokens that the engine has computed, with output tokens weighted more.
-        """
+        """Remove a request, and replace its tenant's estimated charge by the tokens that the engine has computed.  Idempotent."""
         if entry.phase is Phase.GONE:
             return
         if entry.phase is Phase.WAITING:
@@ -197,9 +188,9 @@ class FairQueue:
         self.num_requests -= 1
 
     def trim(self, num_tokens: int) -> list[Entry]:
-        """Evict requests until at most this many tokens wait: each time the newest one of the tenant with the most usage.
+        """Evict waiting requests until they have at most `num_tokens`: always the newest one of the tenant with the most usage.
 
-        One request stays, whatever its size.
+        One request remains, whatever its size.
         """
         tokens = [entry.num_tokens for entry in self.waiting()]
         num_left, num_tokens_left = len(tokens), sum(tokens)
@@ -216,10 +207,7 @@ class FairQueue:
         return gone
 
     def next_waiting(self) -> Entry | None:
-        """Return the request that starts next.
-
-        It belongs to the tenant that has received the least service so far.  Returns None if no request is waiting.
-        """
+        """Return the request that starts next, or None if none is waiting."""
         return self._waiting[min(self._waiting, key=self._turn)][0] if self._waiting else None
 
     def waiting(self) -> list[Entry]:
@@ -251,14 +239,14 @@ class FairQueue:
             del self._held[entry.tenant]
 
     def _make_room(self, request: Entry) -> list[Entry]:
-        """Evict requests to make room for a new one: enough of them or none.  Raises Full."""
+        """Evict enough requests to make room for a new one, or raise Full without a change."""
         gone = self._victims(request)
         for victim in gone:
             self.leave(victim)
         return gone
 
     def _victims(self, request: Entry) -> list[Entry]:
-        """Find the requests to evict for a new one.  Raises Full."""
+        """Return the requests to evict for a new one.  Raises Full if evictions cannot make enough room."""
         num_sequences, num_tokens = self.num_sequences, self.num_waiting_tokens
         held = {tenant: (held[0], held[1]) for tenant, held in self._held.items()}
         mine = held.pop(request.tenant, (0, 0))
@@ -279,7 +267,7 @@ class FairQueue:
     def _victim(
         self, held: dict[str, tuple[int, int]], gone: list[Entry], share: float, priority: int
     ) -> Entry | None:
-        """Find the last queued request of the tenant with the most usage, unless the tenant would keep less than `share`."""
+        """Return the newest waiting request of the tenant with the most usage, unless that would leave the tenant less than `share`."""
         for tenant in sorted(held, key=lambda tenant: self._share(*held[tenant]), reverse=True):
             queue = [
                 entry

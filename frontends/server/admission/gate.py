@@ -1,7 +1,7 @@
-"""Admit requests: `with gate.enter(…) as ticket`; every exit from the block returns all places.
+"""Admit requests: `with gate.enter(…) as ticket`.  Every exit from the block releases the request's places.
 
-`FairQueue` decides.  The gate adds what is not pure: the tasks that wait for their turn, the measured throughput, and the errors for
-refused requests.
+`FairQueue` makes the pure decisions.  The gate adds the impure parts: tasks that wait for their turn, the measured throughput, and the
+errors for refused requests.
 """
 
 import math
@@ -19,23 +19,23 @@ from trouper.frontends.server.shared.errors import HTTPError
 
 # An estimate for bodies before they are decoded.
 BYTES_PER_TOKEN = CHARACTERS_PER_TOKEN
-# The queue may hold the work of this many seconds.
+# The queue is limited to the work of this many seconds.
 TTFT_TARGET_S = 10.0
-# Expected output tokens of a sequence, because `max_tokens` is often far larger than the output.
+# The upper limit of a sequence's estimated output in tokens, because `max_tokens` is often far larger than the output.
 MAX_OUTPUT_ESTIMATE = 256
 # The range of Retry-After in seconds.
 RETRY_S = 1.0, 60.0
 # Seconds between two scans of all tickets; a scan of 512 takes 0.6 ms.
 LOOK_S = 0.25
-# The fractional parts of its multiples are spread evenly, so refused clients do not return all at once.
+# The fractional parts of multiples of the golden ratio are spread evenly, so refused clients do not all retry at once.
 GOLDEN = 0.618033988749895
 OVERLOADED = "the server is overloaded, try again later"
 
 
 class EngineWork(Protocol):
-    """The engine's work for one request: a `Generation`, or several in succession.
+    """Represent the engine's work for one request: a `Generation`, or several in succession.
 
-    The gate looks at it to measure what a request has really cost, and whether it still occupies the engine.
+    The gate reads from it the true cost of the request, and whether the request still occupies the engine.
     """
 
     @property
@@ -43,15 +43,19 @@ class EngineWork(Protocol):
 
     @property
     def num_tokens(self) -> tuple[int, int]:
-        """Tokens of the prompt, and tokens generated so far."""
+        """The number of prompt tokens, and of tokens generated so far."""
         ...
 
 
 class AdmissionGate:
-    """The gate of one server.
+    """Admit, queue and refuse the requests of one model.
 
-    `num_prefill_tokens` returns the engine's number of prompt tokens without a first output token.  `counters` are those of
-    another gate, with which this one shares the usage of each key.
+    Args:
+        note_rejection: called with the reason of each refusal, for metrics.
+        counters: the usage counters of another model's gate, if the usage of each key counts across models.
+
+    Attributes:
+        num_prefill_tokens: returns the number of the engine's prompt tokens whose requests have no output token yet.
     """
 
     def __init__(
@@ -60,7 +64,7 @@ class AdmissionGate:
         self.admission = FairQueue(counters)
         self.throughput = Throughput()
         self.level = Level.CALM
-        # Tokens that may wait at any throughput.
+        # The number of tokens that may wait even at a low throughput.
         self.min_waiting_tokens = 0
         # Whether a higher throughput allows more tokens to wait.
         self.is_adaptive = True
@@ -76,7 +80,7 @@ class AdmissionGate:
         self._refusing_since: float | None = None
         self._resumed_at = self._looked_at = -math.inf
         self._tickets: dict[Entry, AdmissionTicket] = {}
-        # Work that was admitted by an earlier process, in that order, until there is room for it.
+        # Work admitted by an earlier process, oldest first, which waits for room in this one.
         self._promised: deque[PromisedPlace] = deque()
 
     def __repr__(self) -> str:
@@ -85,7 +89,7 @@ class AdmissionGate:
     def check(self, tenant: str, num_bytes: int) -> None:
         """Raise the HTTPError (429 or 503) that `enter` would raise, without reserving anything.
 
-        The size of the body is estimated as tokens, because nothing has been tokenized yet.
+        The number of tokens is estimated from the size of the body.
         """
         self._check_promises()
         self._limit()
@@ -98,9 +102,9 @@ class AdmissionGate:
             self.check(tenant, num_bytes)
 
     def enter(self, tenant: str, num_bytes: int) -> "AdmissionTicket":
-        """Reserve a place for a request after its body was read.  Raises HTTPError: 429 or 503.
+        """Reserve a place for a request after its body was read, if necessary by evicting others.
 
-        The ticket must be used in a `with` block.  Other requests may be evicted to make room.
+        The ticket must be used in a `with` block.  Raises HTTPError (429 or 503).
         """
         self._check_promises()
         self._limit()
@@ -127,9 +131,9 @@ class AdmissionGate:
         return ticket
 
     def promise(self, tenant: str, num_bytes: int) -> "PromisedPlace":
-        """Reserve a place for work that an earlier process has admitted: now, or as soon as there is room.
+        """Reserve a place for work that an earlier process admitted, now or as soon as there is room.
 
-        Until then no new request enters, so an answer that goes on never waits behind a newcomer.
+        Until then new requests are refused, so that a resumed answer never waits behind a new one.
         """
         place = PromisedPlace(self, tenant, num_bytes)
         self._promised.append(place)
@@ -137,32 +141,32 @@ class AdmissionGate:
         return place
 
     def keep_promises(self) -> None:
-        """Let promised work enter while there is room for the first of it."""
+        """Admit promised work, oldest first, while there is room."""
         while self._promised and not (self.level >= Level.SHED_ALL or self._has_too_much_prefill):
             place = self._promised[0]
             self._limit()
             try:
                 ticket = self._admit(place.tenant, place.num_bytes, is_promised=True)
             except Full:
-                # It fits at the latest when it is the only request.
+                # It is tried again later, and fits at the latest when no other request is admitted.
                 return
             self._promised.popleft()
             place.keep(ticket)
 
     def withdraw(self, place: "PromisedPlace") -> None:
-        """Forget a promise before it is kept.  Idempotent."""
+        """Cancel a promise that was not kept yet.  Idempotent."""
         if place in self._promised:
             self._promised.remove(place)
             self.keep_promises()
 
     def _check_promises(self) -> None:
-        """Raise HTTPError (503) if work of an earlier process waits for room."""
+        """Raise HTTPError (503) while work of an earlier process waits for room."""
         if self._promised:
-            text = "the server first goes on with answers that it began earlier, try again later"
+            text = "the server is resuming answers that were running before its restart; try again later"
             raise self.refuse("overloaded", text)
 
     def refusing_s(self) -> float:
-        """Return for how many seconds all requests have been refused; 0 if one would be admitted now.
+        """Return how long all requests have been refused, in seconds; 0 if a request would be admitted now.
 
         The readiness check uses it, so that a load balancer chooses another server after a while.
         """
@@ -180,9 +184,9 @@ class AdmissionGate:
         return self.now() - self._refusing_since
 
     def close(self, reason: HTTPError, tickets: "Iterable[AdmissionTicket] | None" = None) -> int:
-        """Refuse all waiting requests, or those among `tickets`.  Returns their number.
+        """Refuse all waiting requests, or only those among `tickets`, so that their handlers raise `reason`.
 
-        Their handlers then raise `reason`.  Started requests are not affected.
+        Started requests are not affected.  Returns the number of refused requests.
         """
         chosen = None if tickets is None else {ticket.entry for ticket in tickets}
         gone = [e for e in self.admission.waiting() if chosen is None or e in chosen]
@@ -192,9 +196,10 @@ class AdmissionGate:
         return len(gone)
 
     def refuse(self, code: str, message: str, *, is_over_share: bool = False) -> HTTPError:
-        """Make a refusal.  Its Retry-After is the time that the admitted work takes at the recent throughput.
+        """Return the error for a refused request, and count it.
 
-        The time is spread a little, because clients refused together would otherwise return together.
+        Its Retry-After is the time that the admitted work takes at the recent throughput, plus up to a quarter, so that clients refused
+        together do not retry together.
         """
         self._num_refused += 1
         if self._refusing_since is None and not is_over_share:
@@ -207,10 +212,10 @@ class AdmissionGate:
         return refusal
 
     def look(self, *, is_paused: bool = False) -> None:
-        """Trim the queue if its delay stays too long.
+        """Trim the queue if its delay has been too long for a while.  The monitor calls this regularly.
 
-        The monitor calls this; a pause does not count as delay. The queue is reduced to the tokens that can be
-        computed in time.  The tenant with the most usage loses its newest requests first.
+        The queue is reduced to the tokens that can be computed in time, beginning with the newest requests of the tenant with the most
+        usage.  Time during which the engine `is_paused` does not count as delay.
         """
         now, entry = self.now(), self.admission.next_waiting()
         wait_s = 0.0
@@ -221,13 +226,13 @@ class AdmissionGate:
         self.delay.look(wait_s, now)
         if self.delay.stands:
             for gone in self.admission.trim(self._done_in_time):
-                text = "the queue has become too long, try again later"
+                text = "the request has been dropped from the queue, because the queue is too long; try again later"
                 self._tickets[gone].refuse(self.refuse("overloaded", text))
 
     def let_in(self) -> None:
-        """Start the waiting requests for which there is room now.
+        """Start the waiting requests for which there is room.
 
-        It is called after every change that may free a place, and by the monitor.
+        Call it after every change that may free a place.  The monitor calls it, too.
         """
         self.keep_promises()
         if self.admission.num_sequences == self.admission.num_started:
@@ -239,11 +244,12 @@ class AdmissionGate:
             self._tickets[entry].let_in()
 
     def _limit(self) -> None:
-        """Set how many tokens may wait.  Raises HTTPError if no request of any tenant is admitted."""
+        """Update the limit of waiting tokens.  Raises HTTPError if currently all requests are refused."""
         if self.level >= Level.SHED_ALL:
             raise self.refuse("overloaded", OVERLOADED)
         if self._has_too_much_prefill:
-            raise self.refuse("max_num_queued_tokens", "too many prompt tokens are queued")
+            text = "too many prompt tokens are queued (--max-num-queued-tokens); try again later"
+            raise self.refuse("max_num_queued_tokens", text)
         pace = (self.throughput.per_s or 0.0) if self.is_adaptive else 0.0
         limit = max(self.min_waiting_tokens, int(pace * TTFT_TARGET_S))
         if self.delay.stands:
@@ -263,9 +269,9 @@ class AdmissionGate:
         return outside + self.num_prefill_tokens() >= limit
 
     def _release_read(self) -> bool:
-        """Free the places of finished requests, although their clients still read the responses.
+        """Free the places of requests that the engine has finished but whose clients are still reading.
 
-        This runs at most once in `LOOK_S` seconds.  Returns whether a place became free.
+        Scans at most once in `LOOK_S` seconds.  Returns whether a place became free.
         """
         now = self.now()
         if now < self._looked_at + LOOK_S:
@@ -315,9 +321,9 @@ class AdmissionGate:
 
 
 class AdmissionTicket:
-    """The places of one request, returned at the latest at the end of its `with` block.
+    """Hold the places of one request until the end of its `with` block.
 
-    Cancellation of the handler at any point therefore frees the places, too.
+    So a cancellation of the handler at any point frees them, too.
     """
 
     def __init__(self, gate: AdmissionGate, entry: Entry, num_bytes: int) -> None:
@@ -336,9 +342,10 @@ class AdmissionTicket:
     def size(
         self, num_bytes: int, num_prompts: int, n: int, max_tokens: int | None, priority: int
     ) -> None:
-        """Set the size of the request: n completions of each prompt.  Raises HTTPError and changes nothing if there is no room.
+        """Set the size of the request, with n completions of each prompt.
 
-        The estimate of the output is bounded, because most requests end long before `max_tokens`.
+        Raises HTTPError, without a change, if there is no room.  The estimate of the output is bounded, because most requests end long
+        before `max_tokens`.
         """
         self.num_prompt_tokens = num_bytes // BYTES_PER_TOKEN
         num_sequences = num_prompts * n
@@ -347,9 +354,9 @@ class AdmissionTicket:
         self._gate.resize(self.entry, num_sequences, num_tokens, priority)
 
     async def wait_turn(self) -> None:
-        """Wait until the request may start; a started one returns at once.  Raises HTTPError if it is evicted.
+        """Wait until the request may start.  Returns at once if it has started, and raises HTTPError if it is evicted.
 
-        The wait is unlimited here; the request's deadline cancels it.
+        There is no time limit here: the request's deadline cancels the wait.
         """
         if not self._turn.is_set():
             self.waits_since = self._gate.now()
@@ -378,9 +385,9 @@ class AdmissionTicket:
 
     @property
     def cost(self) -> tuple[int, int]:
-        """Tokens of the prompts, and tokens generated so far.
+        """The numbers of prompt tokens and of generated tokens for which the tenant is charged.
 
-        The tenant is charged for these numbers at the end.  They include everything computed for an aborted request.
+        For an aborted request they include everything computed until then.
         """
         counts = [stream.num_tokens for stream in self.generations]
         prompts, outputs = zip((0, 0), *counts, strict=True)
@@ -403,7 +410,7 @@ class AdmissionTicket:
 
 
 class PromisedPlace:
-    """The place of work that an earlier process has admitted, returned at the latest at the end of its `with` block."""
+    """Wait for and hold the place of work that an earlier process admitted, until the end of its `with` block."""
 
     def __init__(self, gate: AdmissionGate, tenant: str, num_bytes: int) -> None:
         self.tenant, self.num_bytes = tenant, num_bytes
@@ -415,12 +422,12 @@ class PromisedPlace:
         return f"<PromisedPlace of {self.tenant!r}: {self._ticket!r}>"
 
     def keep(self, ticket: AdmissionTicket) -> None:
-        """Take the place."""
+        """Hand over the place and wake the task that waits in `ticket`."""
         self._ticket = ticket
         self._is_kept.set()
 
     async def ticket(self) -> AdmissionTicket:
-        """Wait until there is room."""
+        """Wait until there is room, and return the ticket."""
         await self._is_kept.wait()
         assert self._ticket is not None
         return self._ticket

@@ -1,4 +1,4 @@
-"""Decide what the server gives up when memory or time runs short, level by level.
+"""Decide how the server sheds load when memory or time runs short, level by level.
 
     TIDY         closes idle connections                 SHED_ALL   admits no new request
     SHED_LOWEST  refuses requests of negative priority   ABORT      aborts the newest request at every check
@@ -6,11 +6,11 @@
 `Ladder` decides, `memory_used` measures memory, and `Throughput` measures whether the engine makes progress, how fast,
 and whether the admission queue persists.
 
-A queue that absorbs a burst drains again.  A queue that persists makes every request wait for its whole length, and serves clients
-that have given up.  CoDel's test distinguishes the two (Nichols and Jacobson, "Controlling Queue Delay"): the queue persists if no
-request waited less than the target during a whole interval.  CoDel then drops one request at a time; here the throughput is known,
-so the queue is cut at once to the work of one target time.  A kept request has waited for the target once and waits at most once
-more, so the target is half of the acceptable time to the first token.
+A queue that absorbs a burst drains again.  A standing queue makes every request wait for its whole length, and serves clients that have
+given up.  CoDel's test distinguishes the two (Nichols and Jacobson, "Controlling Queue Delay"): the queue is standing if no request waited
+less than the target during a whole interval.  CoDel then drops one request at a time; here the throughput is known, so the queue is cut at
+once to the work of one target time.  A remaining request has waited for the target once and waits at most once more, so the target is half
+of the acceptable time to the first token.
 """
 
 import math
@@ -40,8 +40,7 @@ NUM_CALM = 8
 class Ladder:
     """Choose the level.  It rises at once and falls by one level at a time.
 
-    A level is left only after several calm looks below a lower threshold, so the server does not switch back and
-    forth.
+    It falls only after several consecutive checks below a lower threshold, so that the server does not oscillate.
     """
 
     def __init__(self) -> None:
@@ -69,7 +68,7 @@ def _level(memory: float, lag_s: float) -> Level:
 
 
 def memory_used(root: Path = Path("/")) -> float:
-    """Return the share of unreclaimable memory, of the machine or the control group, whichever is larger.
+    """Return the share of memory that cannot be reclaimed, in the machine or the control group, whichever is larger.
 
     Returns 0.0 on systems without this information (all but Linux).
     """
@@ -100,14 +99,14 @@ def _used_of_group(group: Path) -> float:
 
 # The time constant of the throughput's average.
 MEMORY_S = 10.0
-# The seconds of work before the throughput is known.
+# The time under load, in seconds, that must be measured before the throughput is known.
 MIN_S = 0.2
 
 
 class StepClock:
-    """Detect the end of steps by changes of the scheduler's counters between two calls.
+    """Detect completed steps by changes of the scheduler's counters between two calls.
 
-    The age of the current step shows a device without progress, although the server itself still answers.
+    The age of the current step reveals a hung device even while the server itself still answers.
     """
 
     def __init__(self) -> None:
@@ -115,10 +114,7 @@ class StepClock:
         self._moved_at: float | None = None
 
     def age_s(self, stats: SchedulerStats, now: float) -> float:
-        """Return the seconds since the last detected end of a step.
-
-        An idle engine counts as just having ended one, because there is nothing to wait for.
-        """
+        """Return the seconds since the last detected end of a step, or 0 if no step is running."""
         seen = (stats.num_prompt_tokens, stats.num_generation_tokens, stats.num_preemptions)
         if self._moved_at is None or seen != self._seen or not stats.num_steps_in_flight:
             self._seen, self._moved_at = seen, now
@@ -126,23 +122,23 @@ class StepClock:
 
 
 class Throughput:
-    """A moving average of tokens per second, over the recent seconds with work.
+    """Maintain a moving average of tokens per second under load.
 
-    Idle seconds do not count, so the average describes what the engine can do, not how much was asked of it.
+    Idle time does not count, so the average describes the engine's capacity and not the demand.
     """
 
     def __init__(self) -> None:
         self._tokens = 0.0
         self._seconds = 0.0
-        # The counter and its time, unless it was idle then.
+        # The counter and its time at the last call, or None if the engine was idle.
         self._seen: tuple[int, float] | None = None
         # Tokens per second, or None while too little has been measured.
         self.per_s: float | None = None
 
     def note(self, num_tokens: int, now: float, *, is_busy: bool) -> None:
-        """Record the token counter.  `is_busy` holds until the next call.
+        """Record the token counter.  Call it periodically, with whether the engine will be busy until the next call.
 
-        Called periodically.  Older measurements lose weight exponentially.
+        Older measurements lose weight exponentially.
         """
         if self._seen is not None:
             seconds = now - self._seen[1]
@@ -154,10 +150,7 @@ class Throughput:
         self._seen = (num_tokens, now) if is_busy else None
 
     def time_s(self, num_tokens: int) -> float:
-        """Return the seconds that this many tokens take, or 0 while the throughput is unknown.
-
-        It is the basis of Retry-After in refusals, and of the decision which waiting requests are too late.
-        """
+        """Return the seconds that this many tokens take, or 0 while the throughput is unknown."""
         per_s = self.per_s
         return 0.0 if per_s is None else num_tokens / max(per_s, 1e-9)
 
@@ -166,9 +159,9 @@ INTERVAL_S = 1.0
 
 
 class QueueDelay:
-    """The state of the test.  `stands` is its result after each `look`.
+    """Run CoDel's test.  `stands` is True after a `look` if the delay has been above the target for a whole interval.
 
-    A short queue is normal after a burst.  Only a delay that stays above the target for an interval is overload.
+    A shorter delay is the normal effect of a burst.
     """
 
     def __init__(self, target_s: float) -> None:
@@ -177,7 +170,7 @@ class QueueDelay:
         self._above_since: float | None = None
 
     def look(self, wait_s: float, now: float) -> None:
-        """Record how long the next request has waited; 0 if none waits."""
+        """Record how long the next request has waited, in seconds; 0 if none is waiting."""
         if wait_s <= self.target_s:
             self._above_since = None
         elif self._above_since is None:

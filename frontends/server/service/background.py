@@ -11,9 +11,9 @@ Work = Callable[[], Awaitable[None]]
 
 
 class BackgroundTasks:
-    """Named tasks, which run as long as `run_tasks` is running.
+    """Run named tasks while `run_tasks` is running.
 
-    The admission gate bounds their number: like any other request, each task holds a ticket.
+    The admission gate bounds their number, because each task holds a ticket like any other request.
     """
 
     def __init__(self) -> None:
@@ -33,9 +33,9 @@ class BackgroundTasks:
         return len(self._scopes)
 
     async def run_tasks(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Run all started tasks until this is cancelled, which cancels them, too.
+        """Run all started tasks until cancelled, which cancels them, too.
 
-        Handlers may start tasks once `task_status.started` has been called.
+        Handlers may start tasks as soon as `task_status.started` has been called.
         """
         async with anyio.create_task_group() as self._group:
             task_status.started()
@@ -45,12 +45,10 @@ class BackgroundTasks:
                 self._group = None
 
     def start(self, name: str, work: Work) -> None:
-        """Start a task, which must not raise.
+        """Start a task.  Its name must be unique among running tasks, and `work` must not raise.
 
         Raises:
             HTTPError: the server is shutting down.
-
-        Its name must be unique among running tasks.
         """
         if self._group is None:
             raise unavailable(

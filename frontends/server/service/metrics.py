@@ -50,7 +50,7 @@ class ServerMetrics(Collector):
         self.level = Level.CALM
         self.gaps = Distribution(GAP_S)
         self.max_gap_s = 0.0
-        # The worst one of each quarter of the last second.
+        # The longest gap in each quarter of the last second.
         self.last_gaps_s: deque[float] = deque((0.0,), maxlen=4)
         self._rejections: Counter[str] = Counter()
         self._answers: Counter[tuple[str, int]] = Counter()
@@ -64,7 +64,7 @@ class ServerMetrics(Collector):
 
     @property
     def num_rejections(self) -> int:
-        """Count the refused requests so far, for whatever reason."""
+        """The number of refused requests so far, for any reason."""
         return sum(self._rejections.values())
 
     def note_answer(self, route: str, status: int) -> None:
@@ -75,14 +75,14 @@ class ServerMetrics(Collector):
         self._answers[route, status] += 1
 
     def note_tool_calls(self, dialect: str, outcome: str, num: int) -> None:
-        """Count tool calls.  The outcome `content` means marks of a call without a valid call after them."""
+        """Count tool calls.  The outcome `content` means that a call's marks were not followed by a valid call."""
         if num:
             self._tool_calls[dialect, outcome] += num
 
     def note_gap(self, gap_s: float) -> None:
-        """Record by how many seconds the event loop resumed a task too late.
+        """Record how late the event loop resumed a task, in seconds.
 
-        A long gap means that some code has blocked the loop, and every stream paused for that time.
+        A long gap means that some code blocked the loop, and that all streams paused for that time.
         """
         self.gaps.observe(gap_s)
         self.max_gap_s = max(self.max_gap_s, gap_s)

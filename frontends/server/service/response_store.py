@@ -1,8 +1,10 @@
-"""Keep responses in memory, so that follow-ups can name them by id.  It has no tasks of its own.
+"""Store responses in memory, so that follow-up requests can refer to them by id.  Synchronous, except waiting readers.
 
-Laws.  The counted bytes never exceed the limit: the least recently used response is evicted first.  Only its owner finds a
-response, under its own id.  Running responses are never evicted; if nothing else can be evicted, the new response is not
-stored.  The events of a background stream count, too; without room they are dropped, and the response stays.
+Laws:
+1. The counted bytes never exceed the limit: the least recently used response is evicted first.
+2. Only the owner of a response, by API key, can find it.
+3. Running responses are never evicted.  If nothing else can be evicted, the new response is not stored.
+4. The events of a background response count, too.  Without room they are dropped, and the response stays.
 """
 
 from collections import Counter, OrderedDict
@@ -13,26 +15,26 @@ import msgspec
 
 # Overhead of an entry in bytes: the struct and its fields 200, the id 90, two slots of dicts 200.
 ENTRY_BYTES = 512
-# Overhead of a chunk of items in bytes: its header 33, the count of its holders 130.
+# Overhead of an array of items in bytes: its header 33, its reference count 130.
 PIECE_BYTES = 168
-# Bytes of a reference to a chunk, in each entry that shares it.
+# Bytes of a reference to an array, in each entry that shares it.
 REFERENCE_BYTES = 8
-# An event costs its content, a header of 33 bytes and a place of 8 bytes in the list.
+# Overhead of an event in bytes: its header 33, its slot in the list 8.
 EVENT_BYTES = 48
 # Maximum number of events that a reader gets at once.
 AT_ONCE = 64
 
 
 class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """A response, and the conversation up to its end.
+    """Hold a response, and the conversation up to its end.
 
     Attributes:
-        owner: the API key of its request.
-        status: the status in the response.
+        owner: the tenant of its API key.
+        status: the status field of the response.
         body: the response as JSON.
         pieces: the items of the conversation as JSON arrays; a follow-up shares the arrays of its predecessors.
         num_input_pieces: the number of arrays before its own output.
-        model, cache_salt, priority: what follow-ups inherit.
+        model, cache_salt, priority: fields that follow-ups inherit.
     """
 
     owner: str
@@ -50,20 +52,17 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def own_bytes(self) -> int:
-        """The bytes of the entry without the shared arrays.
-
-        Arrays shared with other responses are counted once for all of them.
-        """
+        """The bytes of the entry without its arrays, which the store counts once for all entries that share them."""
         return ENTRY_BYTES + len(self.body) + REFERENCE_BYTES * len(self.pieces)
 
 
 class EventLog:
-    """Keep the encoded events of one response for readers that come and go while it grows.
+    """Store the encoded events of one response, for readers that may connect and disconnect while it grows.
 
     Attributes:
         num_bytes: the memory of the events.
-        is_dropped: whether the store removed the events, for want of room or together with the response.
-        is_cut: whether this process ended before the response, with which a later one goes on.
+        is_dropped: whether the store removed the events, for lack of room or together with the response.
+        is_cut: whether this process stops before the end of the response, which a later one will resume.
     """
 
     def __init__(self) -> None:
@@ -82,10 +81,7 @@ class EventLog:
         self._wake()
 
     def close(self) -> None:
-        """Take no more events; readers end behind the last one.
-
-        It is called at the end of the response, and when the log is dropped.
-        """
+        """End the log.  Readers return after the last event."""
         self._is_over = True
         self._wake()
 
@@ -97,7 +93,7 @@ class EventLog:
         self.close()
 
     async def read(self, start: int) -> Sequence[bytes]:
-        """Wait for events from number `start` on, and return them.  An empty result means that no more will come."""
+        """Wait for events from number `start` on, and return up to `AT_ONCE` of them, or none after the end."""
         while start >= len(self._frames) and not self._is_over:
             await self._news.wait()
         return self._frames[start : start + AT_ONCE]
@@ -108,16 +104,13 @@ class EventLog:
 
 
 class ResponseStore:
-    """Responses by id, in order of their last use.  A limit of 0 bytes turns the store off.
-
-    Clients of one key cannot see the responses of another: the owner is compared on every access.
-    """
+    """Store responses by id within a memory limit, in order of their last use.  A limit of 0 bytes turns the store off."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.num_bytes = 0
         self._entries: OrderedDict[str, StoredResponse] = OrderedDict()
-        # The number of entries that share an array, by the identity of the array.
+        # Reference counts of the arrays, by `id()` of the array.
         self._holders: Counter[int] = Counter()
         self._logs: dict[str, EventLog] = {}
 
@@ -132,7 +125,7 @@ class ResponseStore:
         return self.max_bytes > 0
 
     def get(self, name: str, owner: str) -> StoredResponse | None:
-        """Return a response and mark it as used.  Returns None if this owner has no response of this id."""
+        """Return a response and mark it as recently used.  Returns None if this owner has no response with this id."""
         found = self._entries.get(name)
         if found is None or found.owner != owner:
             return None
@@ -140,15 +133,12 @@ class ResponseStore:
         return found
 
     def put(self, name: str, stored: StoredResponse) -> bool:
-        """Store a response, replacing an earlier version.  Returns whether there is room for it.
-
-        The events of the earlier version stay.
-        """
+        """Store a response in place of an earlier version, whose events stay.  Returns whether there was room for it."""
         self._take(name)
-        alone = stored.own_bytes + sum(PIECE_BYTES + len(piece) for piece in stored.pieces)
-        if alone > self.max_bytes:
+        unshared_bytes = stored.own_bytes + sum(PIECE_BYTES + len(piece) for piece in stored.pieces)
+        if unshared_bytes > self.max_bytes:
             self._drop_log(name)
-            # It cannot fit, so nothing is evicted for it.
+            # Evictions could not make enough room.
             return False
         self._entries[name] = stored
         self.num_bytes += stored.own_bytes
@@ -165,20 +155,17 @@ class ResponseStore:
         self._drop_log(name)
 
     def log(self, name: str) -> EventLog | None:
-        """Return the events of a response, or None if they are not stored.
-
-        A log can have been dropped for lack of memory, although its response is still stored.
-        """
+        """Return the events of a response, or None if they were not stored or have been dropped for lack of memory."""
         return self._logs.get(name)
 
     def open_log(self, name: str) -> None:
-        """Start to store the events of an existing response."""
+        """Start storing the events of a response that is already stored."""
         self._logs[name] = EventLog()
 
     def append(self, name: str, frame: bytes) -> None:
         """Append an event.  Without room for it, all events of this response are dropped.
 
-        Readers of a dropped log end early, and can still get the finished response.
+        Readers of a dropped log are disconnected, but can still get the finished response by its id.
         """
         log = self._logs.get(name)
         if log is None:

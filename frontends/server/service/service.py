@@ -52,21 +52,21 @@ if TYPE_CHECKING:
     from trouper.actors.engine.generation import Generation
     from trouper.actors.rendering.tokenizer import Tokenizer
 
-# Sequences that may be open, as a multiple of max_num_seqs: one runs while three are queued.
+# The default limit of open sequences as a multiple of max_num_seqs: for each running one, three may be queued.
 PLACES = 4
 MAX_ECHO = 200
 MAX_SHOWN_NAME = 100  # characters of a model's name in an error
-MAX_SHOWN_NAMES = 3  # names, so that the whole fits an error's text
-# What a pooling model does by default, and the path for it.
+MAX_SHOWN_NAMES = 3  # names
+# By task of a pooling model: a verb for errors, and the path to use instead.
 POOLING_ROUTES = {
     "embed": ("makes embeddings", "/v1/embeddings"),
     "classify": ("classifies", "/classify"),
 }
-# Requests in the engine's own queue, so that a free slot is used at once.
+# The least number of requests to queue inside the engine, so that it can fill a free slot at once.
 MIN_SPARE_SLOTS = 2
 # The default budget for all request bodies, as a multiple of max_body.
 BODIES = 8
-# Seconds for which the result of a successful round trip is reused.
+# How long the result of a successful round trip is reused, in seconds.
 PROOF_S = 1.0
 # Timeout of a round trip in seconds.
 PROBE_S = 5.0
@@ -76,21 +76,21 @@ UNMEETABLE = "deadline_unmeetable"
 
 
 def untagged(name: str) -> str:
-    """Return a model's name without the tag that Ollama's clients append to names without one.
+    """Return a model's name without the tag `:latest`, which Ollama's clients append to names without a tag.
 
-    `latest` does not select a version here, because each name means exactly one model.
+    The tag has no meaning here, because a name always denotes one model.
     """
     return name.removesuffix(":latest")
 
 
 class Service:
-    """The state of one model's server: starting until `open`, then open, and draining after `drain`.
+    """Hold the state of one served model: starting until `open`, then open, and draining after `drain`.
 
-    A server with several models has a service for each.  They share what belongs to the server: metrics, bodies, threads,
-    stored responses and background work.  Only the event loop of the server changes a service.
+    A server with several models has a service for each.  They share the metrics, the memory for bodies, the threads, the stored responses
+    and the background tasks.  Only the server's event loop changes a service.
 
     Args:
-        front: the first service of a server with several models, whose shared parts this one uses.
+        front: the first service of a server with several models, which owns the shared parts.
         plan: the configuration of the engine, if it is known before the engine is open.
     """
 
@@ -103,13 +103,13 @@ class Service:
     ) -> None:
         self.settings = settings
         self.front = self if front is None else front
-        # All services of the server, kept by the first.
+        # All services of the server; used only in the front.
         self._services: list[Service] = []
         # The table of the server's models, if it has several.  `residency_of` returns it with its type.
         self.models: object | None = None
         self._plan = plan
         self._is_draining = False
-        # Whether another server accepts at the same addresses, while this one finishes its open requests.
+        # Whether a successor accepts at the same addresses, while this server finishes its open requests.
         self.is_leaving = False
         self.died = anyio.Event()
         self.steps = StepClock()
@@ -124,7 +124,7 @@ class Service:
             )
             # For large bodies and for tokenising.
             self.threads = anyio.CapacityLimiter(2)
-            # Chats to be tokenised have a thread of their own, because templates may take long.
+            # Chats of `/tokenize` have a thread of their own, because rendering a template may take long.
             self.chat_threads = anyio.CapacityLimiter(1)
             self.responses = ResponseStore(settings.responses_store_bytes)
             self.background = BackgroundTasks()
@@ -132,10 +132,10 @@ class Service:
             self.metrics, self.unknown, self.bodies = front.metrics, front.unknown, front.bodies
             self.threads, self.chat_threads = front.threads, front.chat_threads
             self.responses, self.background = front.responses, front.background
-            # A key's usage of one model counts in the queues of all.
+            # The usage of a key counts in the queues of all models.
             self.gate = AdmissionGate(self._note_rejection, front.gate.admission.counters)
         self.front._services.append(self)
-        # Keeps what must outlive the server; None without `--journal`.
+        # The journal of durable answers; None without `--journal`.
         self._journal: Journal | None = None
         # Records requests for `trouper replay`; None without `--record`.
         self.recorder: RequestRecorder | None = None
@@ -144,11 +144,11 @@ class Service:
         self._proved_at = -math.inf
         self.answers = AnswerFormat()  # of the model's tool calls and reasoning
         self._engine: Engine | None = None
-        # The largest number given to an adapter so far.
+        # The largest adapter id assigned so far.
         self._last_adapter = 0
-        # Sizes and types for Ollama's clients, once one has asked.
+        # Sizes and types for Ollama's clients, cached at the first request.
         self.model_files: ModelFiles | None = None
-        # Makes the frames of the page.  Its module is imported when the page is opened first.
+        # The source of the page's frames.  Its module is imported when the page is first opened.
         self.feed: object | None = None
         # Contexts by the engine's request id, oldest first.
         self._open: dict[str, RequestContext] = {}
@@ -168,7 +168,7 @@ class Service:
     def open(self, engine: "Engine") -> None:
         """Accept requests from now on, within limits derived from the engine's configuration and KV cache.
 
-        Handlers wait for no lock: until this call, each request is answered with 503.
+        Before this call, each request is answered with 503.
         """
         config, info = engine.config, engine.info
         room = info.num_kv_tokens(config.max_model_len) * config.data_parallel_size
@@ -181,7 +181,7 @@ class Service:
         self._proved_at = -math.inf
 
     def close(self) -> None:
-        """Forget the engine, which is stopped.  Only a server with several models goes on after that."""
+        """Forget a stopped engine.  Only a server with several models continues after that."""
         self._engine = None
         self.gate.num_prefill_tokens = int
 
@@ -189,7 +189,7 @@ class Service:
         """Set the limits of admission.
 
         Args:
-            room: tokens of the KV cache, or 0 if there is none or if it is not known yet.
+            room: the size of the KV cache in tokens, or 0 if it is unknown or the model has none.
         """
         num_seqs = config.scheduler.max_num_seqs * config.data_parallel_size
         limits = (self.settings.max_requests or PLACES * num_seqs, config.max_num_queued_reqs)
@@ -233,7 +233,7 @@ class Service:
     def drain(self) -> None:
         """Refuse new requests from now on, and fail the readiness check.
 
-        Requests in progress continue until they finish or the grace period ends.
+        Open requests continue until they finish or the grace period ends.
         """
         self.front._is_draining = True
 
@@ -243,12 +243,12 @@ class Service:
 
     @property
     def is_ending(self) -> bool:
-        """Whether this process shuts down, or has passed its listeners on."""
+        """Whether this process is shutting down or has passed its listeners to a successor."""
         return self.is_draining or self.front.is_leaving
 
     @property
     def services(self) -> "list[Service]":
-        """All services of the server, this one among them; the first is the one that listeners know."""
+        """All services of the server, including this one.  The first is the front."""
         return self.front._services
 
     @property
@@ -267,18 +267,19 @@ class Service:
 
     @property
     def is_stalled(self) -> bool:
-        """Whether streams pause: a worker is being restarted, or the model has made room for another one."""
+        """Whether streams pause, because a worker is being restarted or the model sleeps to make room for another one."""
         is_asleep = self.front.models is not None and self._engine is not None
         return self.is_device_lost or (is_asleep and self.engine.lifecycle.is_sleeping)
 
     @property
     def engine(self) -> "Engine":
-        """The only handle of handlers for the engine.  Raises HTTPError (503) while the model is loading, or not loaded."""
+        """The engine, for handlers.  Raises HTTPError (503) while the model is not loaded."""
         if self._engine is None:
             if self.front.models is not None:
                 name = clean(self.model_names[0], MAX_SHOWN_NAME)
-                raise unavailable("model_not_loaded", f"the model {name} is not loaded")
-            raise unavailable("starting", "the model is being loaded")
+                text = f"the model {name} is not loaded; load it with POST /models/load"
+                raise unavailable("model_not_loaded", text)
+            raise unavailable("starting", "the server is still loading the model; try again later")
         return self._engine
 
     @property
@@ -295,7 +296,7 @@ class Service:
 
     @property
     def adapters(self) -> Sequence[LoRARequest]:
-        """The adapters that requests can name: the loaded ones, or before the engine is open those to be loaded."""
+        """The adapters that requests can select.  Before the engine is open, these are the configured ones."""
         return (
             self.settings.lora_modules if self._engine is None else self._engine.adapters.requests
         )
@@ -308,10 +309,7 @@ class Service:
         return config.served_names or (config.model.name,)
 
     def close_gate(self) -> None:
-        """Refuse all queued requests because the server is shutting down.
-
-        Their clients receive status 503 with Retry-After, and can turn to another server.
-        """
+        """Refuse all queued requests with status 503, because the server is shutting down."""
         self.gate.close(unavailable("draining", "the server is shutting down"))
 
     def check_room(self, context: RequestContext) -> None:
@@ -322,23 +320,26 @@ class Service:
         self.gate.check(context.tenant, self.counted_bytes(context.content_length, 1))
 
     def enter(self, context: RequestContext) -> AdmissionTicket:
-        """Reserve a place for a request after its body was read.  Raises HTTPError (429 or 503) if the server is full."""
+        """Reserve a place for a request whose body was read.  Raises HTTPError (429 or 503) if the server is full."""
         num_bytes = self.counted_bytes(context.num_body_bytes, 1)
         self._note_throughput()
         return self.gate.enter(context.tenant, num_bytes)
 
     def promise(self, context: RequestContext) -> PromisedPlace:
-        """Reserve a place for an answer that an earlier process has begun, in front of all new requests."""
+        """Reserve a place for a resumed answer of an earlier process, before all new requests."""
         num_bytes = self.counted_bytes(context.num_body_bytes, 1)
         self._note_throughput()
         return self.gate.promise(context.tenant, num_bytes)
 
     def counted_bytes(self, num_bytes: int, num_prompts: int) -> int:
-        """Bound the bytes that count against the limits: a prompt never counts for more than the model's context."""
+        """Return the bytes of a body that count against the limits: per prompt, at most those of the model's context length."""
         return min(num_bytes, num_prompts * self.config.max_model_len * BYTES_PER_TOKEN)
 
     def look(self, lag_s: float) -> None:
-        """Check the engine, and adapt admission to the load; the monitor calls it four times a second."""
+        """Check the engine, and adapt admission to the load.  The monitor calls this four times a second.
+
+        `lag_s` is how late the event loop has resumed the monitor, in seconds.
+        """
         if self.is_draining:
             return
         num_open = sum(service._look_at_engine() for service in self.services)
@@ -350,7 +351,7 @@ class Service:
             for service in self.services:
                 if service._engine is not None:
                     service._engine.events.note("overload", level.name.lower())
-            logger.warning("overload: %s after %s", level.name, self.gate.level.name)
+            logger.warning("overload level: %s → %s", self.gate.level.name, level.name)
         for service in self.services:
             service.gate.level = level
         self.metrics.level = level
@@ -372,24 +373,24 @@ class Service:
 
     @property
     def num_requests(self) -> int:
-        """The requests that hold a place, of all models of the server."""
+        """The number of admitted requests of all models."""
         return sum(service.gate.admission.num_requests for service in self.services)
 
     def check_admits(self) -> None:
-        """Raise HTTPError (503) if all requests of the last seconds were refused.
+        """Raise HTTPError (503) if all requests were refused for longer than the setting `max_refusing_s`.
 
-        A load balancer can then prefer other servers, although this one is alive.
+        So a load balancer can prefer other servers, although this one is alive.
         """
         refusing_s = self.gate.refusing_s()
         if refusing_s > self.settings.max_refusing_s:
-            text = f"the server has admitted no request for {refusing_s:.0f} s"
+            text = f"the server is overloaded and has refused all requests for {refusing_s:.0f} s"
             raise unavailable("overloaded", text)
 
     async def prove(self) -> None:
-        """Make a round trip through scheduler and executor, unless the last one is recent and a replica is available.
+        """Check the engine by a round trip through scheduler and executor, unless the last one was less than `PROOF_S` seconds ago.
 
         Raises:
-            HTTPError: the engine does not answer.
+            HTTPError: the engine does not answer within `PROBE_S` seconds.
         """
         is_proof_fresh = anyio.current_time() - self._proved_at < PROOF_S
         if is_proof_fresh and any(each.is_available for each in self.engine.statistics().replicas):
@@ -398,7 +399,7 @@ class Service:
             await self.engine.controls.probe()
             self._proved_at = anyio.current_time()
             return
-        raise unavailable("no_progress", "the engine does not answer")
+        raise unavailable("no_progress", f"the engine has not answered for {PROBE_S:g} s")
 
     def check_alive(self) -> None:
         """Raise HTTPError (503) while the model is loading, and after the engine failed.
@@ -407,10 +408,10 @@ class Service:
         """
         if self.engine.dead_error is not None:
             self.died.set()
-            raise unavailable("engine_failed", "the engine has failed")
+            raise unavailable("engine_failed", "the engine has failed, and the server is stopping")
 
     def check_open(self) -> None:
-        """Raise HTTPError or RetryableRequestError unless requests are accepted now, and EngineDeadError if they never will be."""
+        """Raise HTTPError or RetryableRequestError if requests are not accepted now, and EngineDeadError if the engine has failed."""
         self.engine.check_alive()
         self.check_serving()
         refuses = self.engine.lifecycle.refuses
@@ -423,9 +424,10 @@ class Service:
             raise unavailable("draining", "the server is shutting down")
 
     def check_model(self, name: str | None) -> str:
-        """Return the model's name for the response.  Raises TrouperNotFoundError.
+        """Return the model's name for the response: the requested name, or the server's default name without one.
 
-        A request without a name, or with an empty one, gets the server's own model.  Adapters are names, too.
+        Raises:
+            TrouperNotFoundError: neither a model nor an adapter has this name.
         """
         if not name:
             return self.model_names[0]
@@ -435,7 +437,7 @@ class Service:
         return name
 
     def _unknown_model(self, name: str) -> str:
-        """Write the error for an unknown model.  It lists the first few model names."""
+        """Return the message for an unknown model, with the first few known names."""
         adapters = (adapter.lora_name for adapter in self.adapters)
         names = [*self.model_names, *adapters]
         shown = ", ".join(f"`{clean(each, MAX_SHOWN_NAME)}`" for each in names[:MAX_SHOWN_NAMES])
@@ -453,7 +455,7 @@ class Service:
             return
         does, ask = POOLING_ROUTES.get(spec.task, ("pools", "/pooling"))
         name = clean(self.model_names[0], MAX_SHOWN_NAME)
-        text = f"{route.path}: the model {name!r} {does} and does not generate text; ask {ask}"
+        text = f"{route.path}: the model {name!r} {does} and does not generate text; use {ask}"
         raise HTTPError(400, "not_supported", text, param="model")
 
     def adapter(self, name: str | None) -> LoRARequest | None:
@@ -467,7 +469,7 @@ class Service:
         return next((adapter for adapter in self.adapters if adapter.lora_name in names), None)
 
     def next_adapter_number(self) -> int:
-        """Return an unused number for a new adapter.  Numbers of unloaded adapters are not used again."""
+        """Return an unused id for a new adapter.  Ids of unloaded adapters are never reused."""
         numbers = [adapter.lora_int_id for adapter in self.engine.adapters.requests]
         self._last_adapter = max(self._last_adapter, *numbers, 0) + 1
         return self._last_adapter
@@ -480,7 +482,7 @@ class Service:
         max_tokens: int | None,
         priority: int,
     ) -> int:
-        """Count the request against the limits, and return its priority in the engine's order (larger first).
+        """Count the request with its true size against the limits.  Returns its priority in the engine's order (larger first).
 
         Raises:
             HTTPError: the limits leave too little room for this request.
@@ -494,10 +496,7 @@ class Service:
         return priority
 
     def trace_parent(self, context: RequestContext) -> dict[str, str] | None:
-        """Return the headers that name the caller's span, or None if tracing is off.
-
-        The engine's spans then belong to the caller's trace.
-        """
+        """Return the request's trace headers, so that the engine's spans join the caller's trace, or None if tracing is off."""
         if self.config.otlp_traces_endpoint is None:
             return None
         return trace_headers(context.headers)
@@ -529,7 +528,7 @@ class Service:
         self._open.pop(generation.request_id, None)
 
     def open_requests(self) -> Mapping[str, RequestContext]:
-        """Return the contexts of open requests by the engine's ids, the oldest first."""
+        """Return the contexts of open requests by the engine's request id, the oldest first."""
         return self._open
 
     def abort(self, request_ids: Iterable[str] | None) -> int:
@@ -552,7 +551,7 @@ class Service:
         return len(found)
 
     def _give_up_one(self) -> None:
-        """Free memory: refuse all queued requests, or else abort the newest request of the engine."""
+        """Free memory: refuse all queued requests, or abort the newest running request if none is queued."""
         refusal = unavailable("overloaded", "the server is overloaded, try again later")
         if sum(service.gate.close(refusal) for service in self.services):
             return
@@ -566,7 +565,8 @@ class Service:
 
     def _refuse_body(self) -> HTTPError:
         refusal = self.gate.refuse(
-            "body_memory_full", "the request bodies being read use too much memory, try again later"
+            "body_memory_full",
+            "the request bodies being read use too much memory (--max-body-memory); try again later",
         )
         refusal.headers = ((b"connection", b"close"),)
         return refusal
@@ -574,7 +574,9 @@ class Service:
     async def predict_first_token(
         self, context: RequestContext, generation: "Generation[Any]"
     ) -> ExpectedToken | None:
-        """Wait for the engine's prediction of the first token, and announce it in the header Server-Timing.
+        """Wait for the engine's prediction of the first token, and announce it in the header `Server-Timing`.
+
+        Returns None if no prediction is wanted or possible.
 
         Raises:
             HTTPError: the first token cannot arrive before the client's deadline.
@@ -611,7 +613,7 @@ class Service:
         engine = self._engine
         if engine is None:
             return
-        # A pause is not slowness.
+        # A sleeping engine computes nothing, which must not lower its throughput.
         is_busy = self.gate.admission.num_started > 0 and not engine.lifecycle.is_sleeping
         self.gate.throughput.note(engine.num_tokens, anyio.current_time(), is_busy=is_busy)
 
