@@ -69,7 +69,9 @@ def test_states_saved_inside_a_pass_have_their_position():
 def test_plan_from_another_position_is_refused(position, start):
     states = pool()
     states.positions[2] = position
-    with pytest.raises(RuntimeError, match=f"position {position}, a plan from {start}"):
+    with pytest.raises(
+        RuntimeError, match=f"position {position}, but the plan continues it from {start}"
+    ):
         states.begin(rows(1, 2), rows(0, start))
 
 

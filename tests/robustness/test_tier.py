@@ -280,7 +280,7 @@ def test_states_stay_within_the_bound_and_are_removed(copied_hybrid):
         assert llm.reset_prefix_cache(reset_connector=True)
         wait_for(lambda: not hybrid.all_files())
         assert answers(llm) == (hybrid.expected, 0)
-    with pytest.raises(TrouperValidationError, match="no room for one state"):
+    with pytest.raises(TrouperValidationError, match="too small for one state"):
         hybrid.llm(hybrid.folder, kv_tier_size=of_state - 1)
 
 

@@ -329,7 +329,7 @@ class ProcessDevice:
         size = sum(info.kv_layout.block_bytes for info in infos)
         state_size = sum(info.state_bytes for info in infos)
         if config.tier is not None and max(size, state_size) > config.tier.max_bytes:
-            rule = f"has no room for one block of {size} bytes or one state of {state_size} bytes"
+            rule = f"is too small for one block of {size} bytes or one state of {state_size} bytes"
             raise invalid("kv_tier_size", rule, config.tier.max_bytes)
         return msgspec.structs.replace(
             infos[0],

@@ -1,19 +1,19 @@
-"""Memory that a model keeps between steps: keys and values by blocks, states of recurrent mixers by rows.
+"""Allocate the memory that a model keeps between steps: keys and values in blocks, states of recurrent mixers in rows.
 
 Both are sized before the first step and shared by all sequences.  They may be in a memory file of the engine's process (`KeptMemory`),
-which outlives a worker: the next worker finds the keys and values of every answered step where its predecessor left them.
+which outlives a worker: a restarted worker finds in it the keys and values of every answered step.
 
 H  KV heads    D  head width    S  slots = blocks × tokens of a block
 
-Row i of the states belongs to request slot i. The rows behind the slots keep snapshots: copies of a state at a block boundary, which the
-scheduler names in its plans. Each stage of a pipeline has the states of its own layers, in rows of the same numbers. All mixers
-of a row are adjacent, so a copy of a row is one copy of memory.
+Row i of the states belongs to request slot i. The rows after the request slots hold snapshots: copies of a state at a block boundary,
+to which the scheduler's plans refer by row. Each stage of a pipeline has the states of its own layers, with the same row numbers as the
+other stages. All mixers of a row are adjacent, so copying a row is one copy of memory.
 
 Laws:
-  * Tensors in a memory file are made in the same order, with the same shapes, in each worker.  `layout` describes them, and the engine
-    compares it: a worker with another layout must not use what it finds.
+  * Every worker allocates the tensors of a memory file in the same order, with the same shapes.  `layout` describes them.  The engine
+    compares layouts, because a worker with another layout must not use the contents.
   * A row of states is never cleared. A plan from position 0 begins with zeros, whatever the row contains.
-  * A plan from any other position must find a state of exactly that position, or the step fails before it computes anything.
+  * A plan from any other position needs a state of exactly that position, or the step fails before it computes anything.
   * While a pass writes a row, and after a pass that raised, the row has no position, so no plan can continue it.
 """
 
@@ -32,17 +32,16 @@ from trouper.config.engine_config import EngineConfig
 from trouper.config.kv_layout import KVLayout, short_step
 from trouper.errors import TrouperValidationError
 
-# The scheduler keeps about a hundred bytes for each block, so their number is limited; an 8 B model has
-# 50,000 blocks in 110 GB.
+# The scheduler needs about a hundred bytes for each block, so their number is limited. For scale: an 8 B model has 50,000 blocks in 110 GB.
 MAX_PREFIX_BLOCKS = 2**17
 
 
 class KVCache:
-    """The keys and values of all layers.
+    """Hold the keys and values of all layers.
 
     Args:
         groups: one tensor [layers, 2, H, S, D] for each spec, in the order of the layers.
-        places: for each spec, the place of each layer in its tensor; () if it is the order of the layers.
+        places: for each spec, the index of each layer in its tensor; () if the tensor is in layer order.
         block_size: tokens of a block.
     """
 
@@ -76,7 +75,7 @@ class KVCache:
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy each source block to its target, one pair after another.
 
-        The scheduler asks for copies when sequences fork with a partially filled block.
+        The scheduler plans copies when sequences fork with a partially filled block.
         """
         size = self._block_size
         for source, target in copies:
@@ -88,10 +87,10 @@ class KVCache:
 def kv_layout(
     config: EngineConfig, specs: Sequence[KVCacheSpec] = (), item_bytes: int = 0
 ) -> KVLayout:
-    """Return the groups of layers that take blocks.
+    """Describe the KV cache to the scheduler: the attention window of each group of layers, and the bytes of a block.
 
     Args:
-        specs: what all layers with a block keep.
+        specs: the specs of all attention layers.
         item_bytes: bytes of one element in the cache.
     """
     size = sum(spec.token_size for spec in specs) * config.block_size * item_bytes
@@ -109,22 +108,22 @@ def num_kv_blocks(
 
     Args:
         item_bytes: bytes of one element in the cache.
-        other_bytes: the part of the memory that is not for blocks.
+        other_bytes: bytes of the cache memory that are reserved for other things.
 
     Raises:
         TrouperValidationError: a sequence of the requested length or a single block does not fit; the message
-            contains the longest length that does.
+            contains the longest length that fits.
     """
     size, longest = config.block_size, config.max_model_len
     layout = kv_layout(config, specs, item_bytes)
     num_bytes, of_longest = layout.block_bytes, layout.num_blocks(longest)
     num_groups = len(layout.windows)
-    # The option counts blocks of all layers.
+    # One block of the option covers all layers, one block here covers one group of layers.
     usable = None if config.num_blocks is None else config.num_blocks * num_groups
     if usable is None:
         assert config.kv_cache_bytes is not None
         useful = config.scheduler.max_num_seqs * of_longest
-        # GPU memory is meant to be used: blocks beyond the running sequences keep prefixes.
+        # Users expect a GPU's memory to be filled: blocks beyond those of running sequences cache prefixes.
         if config.device == "cuda":
             useful = max(useful, MAX_PREFIX_BLOCKS)
         else:
@@ -133,14 +132,14 @@ def num_kv_blocks(
         # Without keys in any layer, blocks take no memory.
         if num_bytes:
             usable = min(max(0, config.kv_cache_bytes - other_bytes) // num_bytes, useful)
-        # A restarted worker is given the number of blocks of all layers.
+        # A restarted worker gets this number as `num_blocks`, which counts blocks of all layers.
         usable = usable // num_groups * num_groups
     fits = layout.num_tokens(usable)
     if fits < 1 or (fits < longest and not config.is_length_open):
         raise TrouperValidationError(
             f"the KV cache holds {usable} blocks of {size} tokens ({usable * num_bytes / 2**20:.0f} MiB), "
             f"and the largest max_model_len that fits is {fits}: set max_model_len='auto' "
-            "(--max-model-len auto) for the longest that fits, or more memory by kv_cache_memory_bytes "
+            "(--max-model-len auto) for the longest that fits, or increase kv_cache_memory_bytes "
             "(--kv-cache-memory-bytes)",
             parameter="max_model_len",
             value=longest,
@@ -148,15 +147,11 @@ def num_kv_blocks(
     return usable + 1
 
 
-# Linux's number for "free the pages of this range of the file".
-MADV_REMOVE = 9
-
-
 class KeptMemory:
-    """The tensors of one worker in a memory file, which the engine keeps.
+    """Allocate the tensors of one worker in a memory file that the engine's process keeps open.
 
     Args:
-        file: its descriptor, which belongs to this object from now on.
+        file: the descriptor of the file, which this object owns from now on.
     """
 
     def __init__(self, file: int) -> None:
@@ -169,9 +164,9 @@ class KeptMemory:
         return f"<KeptMemory: {len(self._parts)} tensors, {self._end} bytes>"
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return the next tensor, with the contents that a predecessor left there, or zeros.
+        """Return the next tensor, with the contents that the previous worker left, or zeros in a new file.
 
-        Pages take memory once something is written there.
+        A page takes memory only once it is written.
         """
         num_items = math.prod(shape)
         self.layout += f"{dtype} {tuple(shape)} at {self._end}\n"
@@ -187,25 +182,26 @@ class KeptMemory:
         return torch.frombuffer(part, dtype=dtype, count=num_items).view(tuple(shape))
 
     def drop(self) -> None:
-        """Free all pages, for a sleep.  Later tensors begin at the start of the file again, and contain zeros."""
+        """Free all pages when the engine sleeps.  Later tensors begin at the start of the file again, and contain zeros."""
         for part in self._parts:
-            part.madvise(MADV_REMOVE)
+            part.madvise(mmap.MADV_REMOVE)
         self._parts.clear()
         self._end, self.layout = 0, ""
 
 
-# The part of the KV cache's memory that states of running sequences may take, and the part for snapshots.
+# The shares of the KV cache's memory for the states of running sequences, and for snapshots.
 LIVE_SHARE = 0.5
 SNAPSHOT_SHARE = 0.25
-# Without a few snapshots, neither prefixes nor the prompts of several completions are shared.
+# With fewer snapshots, neither prefixes nor the prompts of several completions could be shared.
 LEAST_SNAPSHOTS = 4
-# States begin at multiples of a cache line, which kernels can load with aligned instructions.
+# States begin at multiples of a cache line, so that kernels can use aligned loads.
 ALIGNMENT = 64
+# The position of a row that has no usable state.
 NOTHING = -1
 
 
 class StateBudget(NamedTuple):
-    """The rows of a pool: of running sequences, behind them of snapshots, and the bytes of each row."""
+    """Count the rows of a pool: those of running sequences, the snapshots after them, and the bytes of each row."""
 
     num_live: int = 0
     num_snapshots: int = 0
@@ -218,13 +214,13 @@ class StateBudget(NamedTuple):
 
 
 class StatePool:
-    """The states of all sequences on one device.
+    """Hold the states of all sequences on one device.
 
     Args:
-        dtype: the model's dtype, in which convolutions keep their inputs.
-        kept: memory that outlives this process; states that a predecessor saved there are found again.
-        num_drafts: the most drafts of one step, whose inputs are kept until they are verified: 16 rows of 8,256 numbers for
-            18 layers of a small model take 5 MB.
+        dtype: the model's dtype, in which convolutions store their inputs.
+        kept: memory that outlives this process, with the states that the previous worker saved.
+        num_drafts: the most drafted tokens of one step. Their inputs are stored until the drafts are verified: 16 rows of 8,256 numbers
+            for 18 layers of a small model take 5 MB.
     """
 
     def __init__(
@@ -238,9 +234,9 @@ class StatePool:
     ) -> None:
         empty = torch.empty if kept is None else kept.empty
         parts, row_bytes = _layout(specs, dtype)
-        # Not set to zeros: pages of rows that no sequence has used take no memory.
+        # Uninitialized, because the pages of unused rows then take no memory.
         self._rows = empty((num_rows, row_bytes), dtype=torch.uint8)
-        # The same memory, for the tier on disk.
+        # The same memory as an array, for the tier on disk.
         self.rows = self._rows.numpy()
         # The number of tokens that the state of each row has seen.
         self.positions = empty((num_rows,), dtype=torch.int64).numpy()
@@ -275,7 +271,7 @@ class StatePool:
     def begin(
         self, rows: np.ndarray, starts: np.ndarray, saves: Iterable[tuple[int, int, int]] = ()
     ) -> None:
-        """Note that a pass begins to move these rows forward from these positions, and to write the rows that the plan saves.
+        """Check that these rows hold states at these positions, and invalidate them and the rows of `saves` while the pass writes them.
 
         Raises:
             RuntimeError: a row contains a state of another position, so the tokens of its sequence would be wrong.
@@ -285,7 +281,7 @@ class StatePool:
             entry = int(np.flatnonzero(are_wrong)[0])
             found = int(self.positions[rows[entry]])
             raise RuntimeError(
-                f"row {int(rows[entry])} has a state at position {found}, a plan from {int(starts[entry])}"
+                f"row {int(rows[entry])} has a state at position {found}, but the plan continues it from {int(starts[entry])}"
             )
         self.positions[rows] = NOTHING
         self.positions[[target for _, target, _ in saves]] = NOTHING
@@ -293,12 +289,12 @@ class StatePool:
     def finish(
         self, rows: np.ndarray, ends: np.ndarray, saves: Iterable[tuple[int, int, int]] = ()
     ) -> None:
-        """Note that the pass has moved these rows forward to these positions, and copy rows that are saved at their ends.
+        """Set the positions of these rows after a pass, and copy the rows that the plan saves at an entry's end.
 
-        The pass itself has written those that are saved before an end.
+        Snapshots before an entry's end were written by the pass itself.
 
         Args:
-            saves: of `StepPlan`.
+            saves: `StepPlan.saves`: source row, target row, position.
         """
         self.positions[rows] = ends
         for source, target, position in saves:
@@ -308,7 +304,7 @@ class StatePool:
                 self.positions[target] = position
 
     def spoil(self, rows: np.ndarray) -> None:
-        """Note that these rows contain nothing that a sequence can continue."""
+        """Invalidate these rows: no plan can continue them."""
         self.positions[rows] = NOTHING
 
     def _view(self, part: "_Part | None") -> Tensor | None:
@@ -319,7 +315,7 @@ class StatePool:
 
 
 class _Part(NamedTuple):
-    """The place of one tensor in a row, in bytes."""
+    """Locate one tensor within a row, in bytes."""
 
     first: int
     shape: tuple[int, ...]
@@ -333,7 +329,7 @@ class _Part(NamedTuple):
 def _layout(
     specs: Sequence[StateSpec], dtype: torch.dtype
 ) -> tuple[list[tuple[_Part | None, _Part | None]], int]:
-    """Arrange the states of one row. Returns the place of each spec's tensors, and the bytes of a row."""
+    """Lay out the states of one row. Returns where each spec's tensors are, and the bytes of a row."""
     first, found = 0, list[tuple[_Part | None, _Part | None]]()
 
     def place(shape: tuple[int, ...] | None, kind: torch.dtype) -> _Part | None:
@@ -355,24 +351,24 @@ def num_state_rows(
     dtype: torch.dtype,
     others: Iterable[Sequence[StateSpec]] = (),
 ) -> StateBudget:
-    """Divide the memory of the KV cache among the states of running sequences, snapshots, and blocks, which get the rest.
+    """Divide the memory of the KV cache among states of running sequences, snapshots, and blocks, which get the rest.
 
-    A user's own `max_num_seqs` is kept or refused. Otherwise as many sequences run at once as have room for their states.
-    All stages of a pipeline have the same rows, because plans name them: as many as the stage with the largest rows has room for.
+    A `max_num_seqs` set by the user is used or refused. Otherwise it becomes the number of sequences whose states fit.
+    Plans refer to rows by number, so all stages of a pipeline have equally many: as many as fit in the stage with the largest rows.
 
     Args:
-        specs: the states of this worker.
-        others: those of each other stage.
+        specs: the states of this worker's layers.
+        others: the states of each other stage.
 
     Raises:
-        TrouperValidationError: the states do not fit; the message contains the largest `max_num_seqs` that does.
+        TrouperValidationError: the states do not fit; the message contains the largest `max_num_seqs` that fits.
     """
     own_bytes = _layout(specs, dtype)[1]
     row_bytes = max([own_bytes, *(_layout(of_other, dtype)[1] for of_other in others)])
     if not row_bytes:
         return StateBudget()
     wanted, longest = config.scheduler.max_num_seqs, config.max_model_len
-    # A snapshot belongs to a block. The number must not depend on `num_blocks`, which a restarted worker is given.
+    # A snapshot belongs to a block. `num_blocks` must not be used here, because it is set only for a restarted worker.
     num_blocks = min(MAX_PREFIX_BLOCKS, wanted * -(-longest // config.block_size))
     most_snapshots = max(LEAST_SNAPSHOTS, num_blocks)
     if config.kv_cache_bytes is None:
@@ -380,9 +376,9 @@ def num_state_rows(
     fitting = int(config.kv_cache_bytes * LIVE_SHARE) // row_bytes
     if fitting < 1 or (fitting < wanted and not config.is_num_seqs_open):
         raise TrouperValidationError(
-            f"{wanted} sequences keep {wanted} × {row_bytes / 1e6:.3g} MB of states, for which half of "
-            f"{config.kv_cache_bytes / 1e9:.2g} GB is set aside: the largest max_num_seqs that fits is {fitting}; "
-            "set it (--max-num-seqs), or more memory by kv_cache_memory_bytes (--kv-cache-memory-bytes)",
+            f"{wanted} sequences need {wanted} × {row_bytes / 1e6:.3g} MB for their states, but only half of the KV cache memory of "
+            f"{config.kv_cache_bytes / 1e9:.2g} GB is for states: the largest max_num_seqs that fits is {fitting}; "
+            "set it (--max-num-seqs), or increase kv_cache_memory_bytes (--kv-cache-memory-bytes)",
             parameter="max_num_seqs",
             value=wanted,
         )

@@ -1,17 +1,17 @@
-"""Files of KV blocks and recurrent states: their format, their folder, its bound and the order in which files are removed.
+"""Store KV blocks and recurrent states as files: their format, the folder, its size limit and the order of eviction.
 
-    DIR/lock                            held while a file is written or files are removed
-    DIR/weights.json                    digests of weight files, by device, inode, size and time
-    DIR/weights.lock                    held while a process reads weight files for their digests
-    DIR/SPACE/NAME.PARENT               one block; NAME has 64 digits, and PARENT the first 16 of the name of the block before it
-    DIR/SPACE/NAMEff.PARENT             the recurrent state behind the block of this name, which is its parent: it is removed before it
+    DIR/lock                            held while a file is written or files are evicted
+    DIR/weights.json                    digests of weight files, by device, inode, size and times
+    DIR/weights.lock                    held while a process hashes weight files
+    DIR/SPACE/NAME.PARENT               one block; NAME has 64 hex digits, PARENT is the first 16 digits of the previous block's name
+    DIR/SPACE/NAMEff.PARENT             the recurrent state at the end of block NAME; its PARENT is NAME itself, so the state goes first
 
-SPACE is a digest of everything that decides about KV except the tokens: weights, config, code, processor.  So two files of one path
-have the same contents, and a block is found by existence.  There is no index on the disk.
+SPACE is a digest of everything that determines KV values except the tokens: weights, config, code, processor.  Equal paths therefore
+mean equal contents, and a lookup only tests whether the file exists.  There is no index on the disk.
 
-A file is recognised, never trusted: length, space, name, layout and a sum over the *unpacked* values must match, and it must be a plain
-file of this user.  Otherwise it is removed and counts as missing.  Nothing is synced: what a loss of power takes does not match.
-All methods may wait for the disk, so a thread calls them that nothing waits for.
+No file is trusted: its length, space, name, layout and a checksum of the *unpacked* values must match, and it must be a regular file
+owned by this user.  Otherwise it is removed and counts as a miss.  Nothing is synced to disk, because a file that a power failure
+damages fails the checksum.  Every method may block on the disk, so only a thread on which nothing waits may call them.
 """
 
 import fcntl
@@ -32,43 +32,44 @@ from numpy.typing import NDArray
 from trouper.config.tier import TierConfig
 
 Bytes = NDArray[np.uint8]
-# Magic, version, code of the payload, number of parts, bytes unpacked, bytes of the payload, space, name, sum of the unpacked bytes.
-# The name of a block ends with a zero, that of a state with its kind.
+# Magic, version, payload code, number of parts, unpacked bytes, payload bytes, space, name, checksum of the unpacked bytes.
+# The last byte of the name is 0 for a block, and the kind for a state.
 HEAD = struct.Struct("<4sBBHQQ16s33sQ")
 MAGIC, VERSION, NAME_BYTES = b"TRKV", 2, 33
-# The sum of the head and of the sizes behind it.
+# A CRC-32 of the head and of the part sizes that follow it.
 HEAD_SUM = struct.Struct("<I")
 HEAD_BYTES = HEAD.size + HEAD_SUM.size
-# The codes of a payload: the values as they are, and bfloat16 in twelve bits (`kernels/cpu/pack_kv.py`).
+# Payload codes: unpacked values, and bfloat16 values packed into twelve bits each (`kernels/cpu/pack_kv.py`).
 RAW, PACKED = 0, 12
 FILE_NAME = re.compile(r"([0-9a-f]{64}(?:ff)?)\.([0-9a-f]{16})")
 FIRST_PARENT = "0" * 16
-# Files of all spaces: their entries take 40 MB.
+# The limit for all spaces together, whose entries then take 40 MB of memory.
 MAX_FILES = 2**17
-# The parts of a block: layers × 2 × heads.
+# The limit of parts in a block (layers × 2 × heads).
 MAX_PARTS = 2**16
-# After a removal, this share of the bound is free, so that not every write removes files.
+# Evict until this share of the size limit is free, so that not every write has to evict.
 SLACK = 1 / 32
-# Seconds between two changes of the time of use of a file.
+# Update a file's time of last use at most once in this many seconds.
 TOUCH_S = 60.0
-# A folder that changed in this time before it was read may have changed again, in the same tick of the file system's clock.
+# If a folder changed less than this before it was scanned, it may have changed again within the same tick of the file system's clock.
 TICK_NS = 20_000_000
-# A folder that others change is read again after this many times the time of its last reading.
+# Scan a changed folder again only after this many times the duration of its last scan.
 REST = 20
 FOLD = 0xD6E8FEB86659FD93
 MASK = 2**64 - 1
 
 
 def _multipliers() -> NDArray[np.uint64]:
-    """Make 16,384 odd numbers, the factors of the words of 128 KiB."""
+    """Return 16,384 odd numbers, one factor for each word of 128 KiB."""
     places = np.arange(2**14, dtype=np.uint64) + np.uint64(1)
     return places * np.uint64(0x9E3779B97F4A7C15) | np.uint64(1)
 
 
 class Checksum:
-    """A 64-bit sum of bytes and their places.  It finds any change of one word, and others but for chance.
+    """Compute a 64-bit checksum of bytes and their order.
 
-    It runs at 16 GB/s, four times as fast as CRC-32, since unpacking would otherwise wait for it.
+    It detects every change of a single word, and other changes with high probability.
+    It runs at 16 GB/s, four times as fast as CRC-32, which would slow down unpacking.
     """
 
     def __init__(self) -> None:
@@ -76,7 +77,7 @@ class Checksum:
         self._room = np.empty_like(self._multipliers)
 
     def of(self, data: Bytes, name: bytes) -> int:
-        """Sum up the data of the block or state with this name."""
+        """Return the checksum of the data of the block or state with this name."""
         total = int.from_bytes(name[:8], "little") ^ int.from_bytes(name[32:]) << 56 ^ len(data)
         num_words = len(data) // 8
         words = data[: 8 * num_words].view(np.uint64)
@@ -90,11 +91,11 @@ class Checksum:
 
 
 class RefusedError(Exception):
-    """A file that does not match: `args[0]` is the reason, a word for the metric."""
+    """Report that a file was not used or not written.  `args[0]` is the reason: one word, the label of the metric."""
 
 
 class PackedBlock(msgspec.Struct, frozen=True):
-    """The contents of a file without its head.  `sizes` are the bytes of each part of a packed payload."""
+    """Hold the contents of a file without its head.  `sizes` has the bytes of each part of a packed payload."""
 
     code: int
     sizes: NDArray[np.uint32]
@@ -104,7 +105,7 @@ class PackedBlock(msgspec.Struct, frozen=True):
 
 
 def encode_head(block: PackedBlock, space: bytes, name: bytes) -> bytes:
-    """Return the bytes in front of the payload."""
+    """Return the bytes that precede the payload in the file."""
     counts = len(block.sizes), block.num_raw, len(block.payload)
     head = HEAD.pack(MAGIC, VERSION, block.code, *counts, space, name, block.checksum)
     head += block.sizes.astype("<u4").tobytes()
@@ -112,10 +113,10 @@ def encode_head(block: PackedBlock, space: bytes, name: bytes) -> bytes:
 
 
 def decode(data: bytes | bytearray, space: bytes, name: bytes, num_raw: int) -> PackedBlock:
-    """Check everything about a file but the sum of its unpacked values.
+    """Decode a file, and check everything except the checksum of its unpacked values.
 
     Raises:
-        RefusedError: it is not the block with this name, or it is damaged.
+        RefusedError: the file belongs to another block, or it is damaged.
     """
     if len(data) < HEAD_BYTES:
         raise RefusedError("size")
@@ -138,14 +139,14 @@ def decode(data: bytes | bytearray, space: bytes, name: bytes, num_raw: int) -> 
 
 
 class TierDisk:
-    """The calls to the file system.  Tests replace it by a slow, full or hanging one."""
+    """Make all calls to the file system.  Tests replace it with a slow, full or hanging disk."""
 
     def read(self, path: str, most: int) -> bytearray:
-        """Return the contents of a plain file of this user.
+        """Return the contents of a regular file owned by this user.
 
         Raises:
-            RefusedError: it is something else, or longer than `most`.
-            OSError: it cannot be read.
+            RefusedError: the path is anything else, or the file is longer than `most` bytes.
+            OSError: the file cannot be read.
         """
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         file = os.open(path, flags)
@@ -167,49 +168,49 @@ class TierDisk:
             os.close(file)
 
     def write(self, path: str, parts: tuple[bytes | memoryview, ...]) -> None:
-        """Make a new file that only this user may read."""
+        """Write a new file that only this user may read.  Raises FileExistsError if there is one."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         file = os.open(path, flags, 0o600)
         with open(file, "wb", buffering=0) as writer:
             for part in parts:
                 view = memoryview(part)
                 while view:
-                    # A short write is no error: the next one has its cause.
+                    # A short write is not an error; the next write raises its cause, such as a full disk.
                     view = view[writer.write(view) or 0 :]
 
     def num_free(self, path: str) -> tuple[int, int]:
-        """Return the free bytes of the file system, and all of them."""
+        """Return the free bytes and the total bytes of the file system."""
         found = os.statvfs(path)
         return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
 
 
 class TierEntry(msgspec.Struct):
-    """A file of a folder, with its full name in bytes."""
+    """Describe one file, with its full name in bytes."""
 
     name: bytes
     parent: str
     num_bytes: int
     used_s: float
-    # The time of use in the file system.
+    # The file's modification time, by which other processes see its last use.
     marked_s: float
 
 
-# A space, and the first 16 digits of a name, with the kind of a state.
+# A space, and the first 16 hex digits of a name, followed by the kind if it is a state.
 Key = tuple[str, str]
 
 
 def key_of(space: str, name: bytes) -> Key:
     """Return the key of a block or state in the index.
 
-    64 bits of a name are enough: the second of two blocks with one key would not be stored.
+    64 bits of the name suffice: if two blocks ever had the same key, the second one would just not be stored.
     """
     return space, name[:8].hex() + name[32:].hex()
 
 
 def removals(entries: dict[Key, TierEntry], num_bytes: int, num_files: int = 0) -> list[Key]:
-    """Choose files to remove, until these bytes and files are freed: children before parents, the least recently used first.
+    """Choose files to evict until this many bytes and files are freed: children before parents, least recently used first.
 
-    A chain is used as often as its last block, so a parent counts as used when its latest child was.
+    A block is useless without its predecessors, so a parent counts as used whenever one of its children was.
     """
     num_children: dict[Key, int] = {}
     for (space, _), entry in entries.items():
@@ -228,7 +229,7 @@ def removals(entries: dict[Key, TierEntry], num_bytes: int, num_files: int = 0) 
             num_children[parent] -= 1
             if not num_children[parent]:
                 heapq.heappush(leaves, (max(used_s, entries[parent].used_s), parent))
-    # A circle of names, which only a stranger makes, has no leaf.
+    # Names that form a cycle have no leaf. Only files of another program can do that.
     rest = entries.keys() - set(found)
     while rest and not leaves and (num_bytes > 0 or num_files > 0):
         found.append(key := rest.pop())
@@ -237,7 +238,7 @@ def removals(entries: dict[Key, TierEntry], num_bytes: int, num_files: int = 0) 
 
 
 class TierFolder:
-    """The files of all models in one folder, and the space of one of them."""
+    """Manage the files of one model's space, and the size limit for the files of all models in the folder."""
 
     def __init__(self, config: TierConfig, space: bytes, disk: TierDisk | None = None) -> None:
         self._config, self._space = config, space
@@ -246,14 +247,14 @@ class TierFolder:
         self._root = config.folder
         self._entries: dict[Key, TierEntry] = {}
         self._num_bytes = 0
-        # Names of this space that came and went since `take_changes`.
+        # Names that appeared in this space (True) or vanished (False) since the last `take_changes`.
         self._changes: dict[bytes, bool] = {}
-        # By space: the time of the last change seen, when it was read, and how long that took.
+        # By space: its modification time at the last scan, when the scan began, and how long it took.
         self._read: dict[str, tuple[int, float, float]] = {}
         os.makedirs(self._path(), mode=0o700, exist_ok=True)
         with self._locked():
             is_exact = self._refresh()
-            # The bound may be smaller than in an earlier start.
+            # The size limit may be smaller than at the last start.
             with suppress(RefusedError):
                 self._make_room(0, is_exact=is_exact)
 
@@ -273,14 +274,14 @@ class TierFolder:
         return entry is not None and entry.name == name
 
     def take_changes(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """Take the names that came and those that went since the last call."""
+        """Return the names that appeared and the names that vanished since the last call."""
         changes, self._changes = self._changes, {}
         return tuple(n for n, is_here in changes.items() if is_here), tuple(
             n for n, is_here in changes.items() if not is_here
         )
 
     def look(self) -> None:
-        """Find out what other processes have changed."""
+        """Update the index from files that other processes added or removed."""
         with self._locked():
             self._refresh()
 
@@ -293,7 +294,7 @@ class TierFolder:
 
     @contextmanager
     def _locked(self) -> Generator[None]:
-        """Hold the lock of the folder, so that all writers together respect its bound."""
+        """Hold the lock of the folder, so that all writers together respect its size limit."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         file = os.open(os.path.join(self._root, "lock"), flags, 0o600)
         try:
@@ -303,9 +304,9 @@ class TierFolder:
             os.close(file)
 
     def _refresh(self) -> bool:
-        """Read the changed spaces.  Returns False if a large one was read a moment ago and is not read again.
+        """Scan the changed spaces.  Returns False if a scan was skipped, because that space is large and was scanned a moment ago.
 
-        Called with the lock held, so a half-written file belongs to a dead process.
+        The caller holds the lock, so a half-written file belongs to a dead process and is removed.
         """
         spaces: dict[str, int] = {key[0]: -1 for key in self._entries}
         is_exact = True
@@ -366,7 +367,7 @@ class TierFolder:
                 self._changes[entry.name] = False
 
     def _unlink(self, path: str) -> bool:
-        """Remove a file.  Returns False if the system refuses."""
+        """Remove a file.  Returns False if the operating system refuses."""
         try:
             os.unlink(path)
         except FileNotFoundError:
@@ -379,13 +380,13 @@ class TierFolder:
         """Read the block of this name.  A file that does not match is removed.
 
         Raises:
-            RefusedError: it is not there, or it does not match.
+            RefusedError: the file does not exist, or it does not match.
         """
         key = key_of(self._name, name)
         if name not in self:
             raise RefusedError("gone")
         try:
-            # A packed block is never larger than an unpacked one with the sizes of its parts.
+            # Packing is used only if it shrinks a block, so the file is at most this long.
             most = num_raw + HEAD_BYTES + 4 * MAX_PARTS
             return decode(self._disk.read(self._file(key), most), self._space, name, num_raw)
         except FileNotFoundError:
@@ -399,17 +400,17 @@ class TierFolder:
             raise
 
     def remove(self, name: bytes) -> None:
-        """Remove the file of a block, and forget it in any case."""
+        """Remove the file of a block, and its entry in the index even if the file cannot be removed."""
         key = key_of(self._name, name)
         if name in self:
             self._unlink(self._file(key))
             self._drop(key)
 
     def write(self, name: bytes, parent: bytes, block: PackedBlock) -> None:
-        """Write a block within the bound.  A known block is not written again.
+        """Write a block within the size limit, and evict others for it.  Does nothing if the block is already stored.
 
         Raises:
-            RefusedError: its parent is not there, or there is no room.
+            RefusedError: the parent is not stored, or evicting cannot make enough room.
             OSError: the disk refuses.
         """
         key, label = key_of(self._name, name), parent.hex()[:16] or FIRST_PARENT
@@ -435,10 +436,10 @@ class TierFolder:
             self._add(key, TierEntry(name, label, needed, now, now))
 
     def _make_room(self, needed: int, *, is_exact: bool) -> None:
-        """Remove files until `needed` bytes fit into the bound and into the file system.
+        """Evict files until `needed` bytes fit into the size limit and into the file system.
 
         Raises:
-            RefusedError: they do not, whatever is removed.
+            RefusedError: they would not fit even if all files were evicted.
         """
         bound = self._config.max_bytes
         if not is_exact:
@@ -460,7 +461,7 @@ class TierFolder:
             raise RefusedError("full")
 
     def touch(self, name: bytes) -> None:
-        """Note a use of a block and of all blocks before it."""
+        """Record a use of a block and of all its predecessors."""
         now, key, seen = time.time(), key_of(self._name, name), set[Key]()
         while (entry := self._entries.get(key)) is not None and key not in seen:
             seen.add(key)

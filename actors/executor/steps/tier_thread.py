@@ -1,13 +1,13 @@
-"""The thread of a device that moves KV blocks and recurrent states between its memory and the tier on disk.
+"""Move KV blocks and recurrent states between a device's memory and the tier on disk, on a thread of the device.
 
-The disk may be slow or hang, so nothing ever waits for this thread.  It copies a block into or out of the device's memory under a lock,
-which takes a millisecond, or a few for a large state, and it waits for the disk without the lock.
+The disk may be slow or hang, so nothing ever waits for this thread.  The thread holds a lock only while it copies a block into or out
+of the device's memory, which takes a millisecond (a few for a large state); it waits for the disk without the lock.
 
 Laws:
-1. Orders come from the thread that runs the plans, between two plans.  So a page that a fetch overwrites is written by no earlier plan.
+1. Orders come from the thread that runs the plans, between two plans.  So no earlier plan still writes a block that a fetch overwrites.
 2. After `detach`, and after an order to cancel, no earlier order touches the device's memory.
-3. A block is checked before a page is written.  A page is written whole, or the order is cancelled.
-4. Every order is answered, whatever happens.
+3. A block is verified before it is copied into memory, and the copy is all or nothing.
+4. Every order is answered, also if the disk fails.
 """
 
 import logging
@@ -39,29 +39,28 @@ from trouper.errors import invalid
 from trouper.kernels.cpu.pack_kv import KvCodec, can_pack
 
 logger = logging.getLogger(__name__)
-# Seconds of writing at the full rate that may be written at once after a pause.
+# The thread may write in one burst what the configured rate allows in this many seconds.
 BURST_S = 4.0
-# While the device computes, the thread takes this share of a core for stores, after a burst of some seconds: packing
-# and writing would otherwise slow down a small model by 8 %.
+# While the device computes, stores use this share of a core, after an initial burst of CPU seconds: unlimited packing
+# and writing would slow down a small model by 8 %.
 BUSY_SHARE, BUSY_BURST_S = 0.015, 0.1
-# Seconds without a plan after which the device is idle, and between two looks at it.
+# The device is idle after this many seconds without a plan, and is polled at this interval.
 IDLE_S = 0.03
-# Seconds between two looks for files of other processes, and after an error of the disk.
+# Seconds between two scans for files of other processes, or between two attempts to open the folder.
 LOOK_S = 5.0
-RETRY_S = 10.0
-# Seconds between two lines of the log for one reason.
+# Seconds between two log lines about the same reason.
 LOG_S = 60.0
-# Seconds that a start waits for the names on the disk, so that the first request finds its blocks.
+# Seconds that start-up waits for the list of stored blocks, so that the first request can use them.
 OPEN_S = 1.0
 # Seconds that `close` waits for the file in progress.
 CLOSE_S = 2.0
 Answer = Callable[[TierAnswer], None]
-# The thread gives itself two orders: open the folder, and look for files of other processes.
+# Two orders of the thread to itself: open the folder, and scan for files of other processes.
 OPEN, LOOK = TierOrder(0, "clear"), TierOrder(0, "touch")
 
 
 class Pages:
-    """The blocks of KV caches as bytes: of each group, layer, keys or values, and head, the values of all tokens."""
+    """Copy blocks of KV caches to and from bytes, ordered by group, layer, keys before values, head, token."""
 
     def __init__(self, caches: Sequence[KVCache], block_size: int) -> None:
         self._size = block_size
@@ -69,12 +68,12 @@ class Pages:
         kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
         self._groups = [group.view(kinds[group.itemsize]).numpy() for group in groups]
         self._shapes = [(*g.shape[:3], block_size, g.shape[4]) for g in self._groups]
-        # Of each group: its parts, the keys or values of one head and layer, and the values of a part.
+        # For each group: the number of parts (keys or values of one layer and head), and the numbers in each part.
         parts = [(int(np.prod(shape[:3])), shape[3] * shape[4]) for shape in self._shapes]
         is_bf16 = all(group.dtype == torch.bfloat16 for group in groups)
         can_shrink = is_bf16 and all(can_pack(length) for _, length in parts)
         is_small = 0 < sum(count for count, _ in parts) < MAX_PARTS
-        # None for other numbers and for short blocks, stored unchanged.
+        # None for other dtypes and for short blocks, which are stored unpacked.
         self.codec = KvCodec(parts) if can_shrink and is_small else None
         self.num_bytes = sum(
             int(np.prod(shape)) * group.itemsize
@@ -101,12 +100,13 @@ class Pages:
 
 
 class StateRows:
-    """The rows of a state pool as bytes: how many tokens the state has seen, and the state.
+    """Copy rows of a state pool to and from bytes: first the position of the state in tokens, then the state.
 
-    A stage without recurrent layers has no pool. Its part of a state is empty, but it is a file: a state is there only if all parts are.
+    A stage without recurrent layers has no pool, but still writes a file without values: a state is usable only if the files of all
+    stages exist.
     """
 
-    # States are float32, and are stored as they are.
+    # States are float32, which is stored unpacked.
     codec = None
 
     def __init__(self, states: StatePool | None) -> None:
@@ -135,11 +135,11 @@ class StateRows:
 
 
 class TierThread:
-    """Performs orders one after another, fetches before stores.  It opens the folder while the model is loaded.
+    """Perform orders one after another, fetches before stores.  The thread opens the folder while the model is loading.
 
     Args:
-        find_space: names the space of the model.  It may read all weights, so the thread calls it.
-        idle_s: returns the seconds since the device computed.
+        find_space: returns the name of the model's space.  It may read all weights, so it is called on this thread.
+        idle_s: returns the seconds since the device last computed.
     """
 
     def __init__(
@@ -150,25 +150,25 @@ class TierThread:
         self._disk = TierDisk()
         self._checksum = Checksum()
         self._changed = threading.Condition()
-        # Under the lock.  At most the orders in flight: see `scheduling/state/tier.py`.
+        # Guarded by the lock.  The scheduler bounds the orders in flight: see `scheduling/state/tier.py`.
         self._fetches: deque[TierOrder] = deque()
         self._others: deque[TierOrder] = deque()
         self._pages: Pages | None = None
         self._states: StateRows | None = None
         self._generation = 0
         self._is_closing = False
-        # Whether the folder must be opened, again after a change of the weights.
+        # Whether the folder must be opened: at start, and after a detach, since the weights may have changed.
         self._is_stale = True
-        # Called in either thread with each answer.  None until the engine expects them.
+        # Called with each answer, on either thread.  None until the engine expects answers.
         self._answer: Answer | None = None
         self._is_known = threading.Event()
-        # Of the thread:
+        # The fields below belong to the thread alone.
         self._folder: TierFolder | None = None
         self._is_anew = True
         self._raw: Bytes = np.empty(0, np.uint8)
         self._refused: Counter[str] = Counter()
         self._logged_s: dict[str, float] = {}
-        # Bytes that may be written, and seconds of a core that may be used, now.
+        # The bytes that may be written now, and the CPU seconds that may be used.
         self._allowance, self._core_s = BURST_S * config.write_rate, BUSY_BURST_S
         self._filled_s = time.monotonic()
         self._thread = threading.Thread(target=self._serve, name="trouper-tier", daemon=True)
@@ -177,13 +177,13 @@ class TierThread:
     def __repr__(self) -> str:
         return f"<TierThread {self._folder!r}, {len(self._fetches)}, {len(self._others)} orders>"
 
-    # From the thread that runs the plans
+    # Methods called by the thread that runs the plans.
 
     def begin(self, answer: Answer) -> None:
-        """Answer from now on: first with the names on the disk, for which this waits a second at most.
+        """Send answers from now on, beginning with the names of the stored blocks.  Waits at most one second for these.
 
         Args:
-            answer: called in this thread or in the caller's with each answer.
+            answer: called with each answer, on this thread or on the caller's.
         """
         with self._changed:
             self._answer = answer
@@ -193,34 +193,34 @@ class TierThread:
     def attach(
         self, caches: Sequence[KVCache], block_size: int, states: StatePool | None = None
     ) -> None:
-        """Use this memory from now on.
+        """Copy blocks and states to and from this memory from now on.
 
         Args:
-            caches: with the same block numbers: the model's and the draft model's.
+            caches: the caches of the model and of its draft model, which share block numbers.
 
         Raises:
-            TrouperValidationError: a block or a state is larger than the bound of the folder.
+            TrouperValidationError: a single block or state is larger than `kv_tier_size`.
         """
         pages, rows = Pages(caches, block_size), StateRows(states)
         for label, memory in (("block", pages), ("state", rows)):
             if memory.num_bytes + HEAD_BYTES > self._config.max_bytes:
-                rule = f"has no room for one {label} of {memory.num_bytes} bytes"
+                rule = f"is too small for one {label} of {memory.num_bytes} bytes"
                 raise invalid("kv_tier_size", rule, self._config.max_bytes)
         with self._changed:
             self._pages, self._states = pages, rows
             self._changed.notify()
 
     def detach(self) -> None:
-        """Touch the memory no more.  Earlier orders are answered as not done."""
+        """Stop using the attached memory.  Earlier orders are answered as not performed."""
         with self._changed:
             self._pages = self._states = None
-            # The weights may be other ones when there is memory again.
+            # The weights may have changed when memory is attached again.
             self._is_stale = True
             dropped = self._forget()
         self._refuse(dropped)
 
     def order(self, order: TierOrder) -> None:
-        """Queue an order.  An order to cancel or to clear takes effect at once."""
+        """Queue an order.  An order to cancel or to clear discards all queued orders at once."""
         dropped: list[TierOrder] = []
         with self._changed:
             if order.kind in ("cancel", "clear"):
@@ -235,7 +235,7 @@ class TierThread:
         self._refuse(dropped)
 
     def close(self) -> None:
-        """End the thread after the file in progress, or leave it behind if the disk hangs."""
+        """Stop the thread after the file in progress.  If the disk hangs, it is abandoned after `CLOSE_S` seconds."""
         with self._changed:
             self._pages = self._states = self._answer = None
             self._forget()
@@ -258,7 +258,7 @@ class TierThread:
             if answer is not None:
                 answer(TierAnswer(order.number, num_bytes=sizes[0], num_files=sizes[1]))
 
-    # The thread
+    # Methods called on the tier's own thread.
 
     def _serve(self) -> None:
         while (work := self._next()) is not None:
@@ -268,13 +268,13 @@ class TierThread:
         began_s, num_done = time.monotonic(), 0
         try:
             num_done = self._perform(order, generation)
-        # The disk is no reason to end a device.
+        # A device must not fail because of its disk.
         except Exception as error:
             self._note_refusal("io" if isinstance(error, OSError) else "error", error)
-        self._say(order.number, num_done, time.monotonic() - began_s)
+        self._report(order.number, num_done, time.monotonic() - began_s)
 
     def _next(self) -> tuple[TierOrder, int] | None:
-        """Wait for the next order.  An order without a number looks for files of others, or opens the folder."""
+        """Wait for the next order.  Returns OPEN or LOOK if one of these is due, and None when the thread must end."""
         with self._changed:
             while not self._is_closing:
                 if self._is_stale and (self._folder is None or self._pages is not None):
@@ -342,7 +342,7 @@ class TierThread:
         return 0
 
     def _memory_of(self, name: bytes) -> Pages | StateRows | None:
-        """Return the memory in which the block or state of this name is, if there is any now."""
+        """Return the attached memory for the block or state of this name, or None if none is attached."""
         return self._states if is_state(name) else self._pages
 
     def _store(self, folder: TierFolder, order: TierOrder, generation: int) -> int:
@@ -421,13 +421,14 @@ class TierThread:
         if now - self._logged_s.get(reason, -LOG_S) >= LOG_S:
             self._logged_s[reason] = now
             logger.warning(
-                "the tier in %s did not use or write a block (%s): %s; requests are computed instead",
+                "the KV tier in %s could not read or write a block (%s): %s; the affected prompts are computed again",
                 self._config.folder,
                 reason,
                 error,
             )
 
-    def _say(self, number: int, num_done: int, seconds: float) -> None:
+    def _report(self, number: int, num_done: int, seconds: float) -> None:
+        """Send the answer to an order, with the changes on the disk.  Sends nothing if an internal order changed nothing."""
         folder, answer = self._folder, self._answer
         if answer is None:
             return

@@ -1,7 +1,7 @@
-"""Name everything that decides about the KV of a model, except the tokens: the space of its files in the tier on disk.
+"""Compute the space of a model's files in the KV tier: a digest of everything that determines KV values except the tokens.
 
-Two processes with the same space compute the same KV for the same tokens, so either may use the files of the other.  Whatever might
-change a bit is part of the name: a name that is too narrow costs a computation, and one that is too wide gives wrong tokens.
+Two processes with the same space compute the same KV for the same tokens, so each may use the files of the other.  The digest covers
+whatever might change a bit.  A superfluous fact in it only costs a recomputation; a missing one would give wrong tokens.
 """
 
 import fcntl
@@ -26,7 +26,7 @@ from trouper.config.engine_config import EngineConfig
 from trouper.kernels.codegen import choice
 from trouper.kernels.select import this_processor
 
-# Fields of the config that cannot change a bit of KV.  All others are part of the space, also those that will be added.
+# Fields of the config that cannot change a bit of KV.  All others are part of the space, and so is every field added later.
 NOT_SHAPING = frozenset({
     "model", "draft_model", "tokenizer", "code_path", "device_worker", "max_worker_restarts", "worker_restart_window_s",
     "step_timeout_s", "data_parallel_size", "nodes", "num_workers_here", "cpu_bind", "gpu_memory_utilization",
@@ -38,28 +38,28 @@ NOT_SHAPING = frozenset({
 NOT_SHAPING_OF_MODEL = frozenset(
     {"path", "name", "eos_token_ids", "default_sampling", "sampling_source"}
 )
-# The keys of items contain the options of their processor.
+# The options of a processor are part of the keys of its items.
 NOT_SHAPING_OF_MEDIA = frozenset({
     "folder", "max_items", "processor_cache_bytes", "encoder_cache_bytes", "processor_kwargs", "in_process", "sources",
 })  # fmt: skip
-# Packages whose code computes KV, or the arrays of images and recordings.
+# Packages that compute KV, or the arrays of images and recordings.
 PACKAGES = (
     "torch", "numpy", "llvmlite", "transformers", "peft", "pillow", "torchvision", "soundfile", "soxr",
 )  # fmt: skip
-# Folders with trouper's own code that does.
+# Folders of trouper's own code that does the same.
 FOLDERS = "kernels", "actors/executor", "actors/rendering/media"
 PIECE_BYTES = 2**22
-# The number of digests in the file, of 200 bytes each, and the largest file that is read.
+# The limits of the file of digests: entries of about 200 bytes, and bytes.
 MOST_DIGESTS = 10_000
 MEMORY_BYTES = 2**22
 
 
 def find_space(config: EngineConfig, worker: int, num_threads: int) -> bytes:
-    """Return the name of the space, of 16 bytes.  It reads all weights that it has not read before.
+    """Return the 16 bytes that name the space.  Reads all weight files whose digests are not cached.
 
     Args:
-        worker: the number of the worker on its device. Each has a part of every block, and a space of its own.
-        num_threads: of the computation, for a model that is not tiny.
+        worker: the index of the worker within its device. Each worker stores its part of every block in a space of its own.
+        num_threads: threads that compute the model, unless it is tiny.
     """
     assert config.tier is not None
     models = [model for model in (config.model, config.draft_model) if model]
@@ -70,7 +70,7 @@ def find_space(config: EngineConfig, worker: int, num_threads: int) -> bytes:
         config.seed if config.load_format == "dummy" else None,
         config.max_model_len if any(_has_long_factors(m.hf_config) for m in models) else None,
         _digests(weight_files(config), Path(config.tier.folder) / "weights.json"),
-        # The part of a worker depends on what all of them compute.
+        # How the work is divided decides which part of a block a worker stores.
         [config.num_stages, worker, [num_physical_cores(cpus) for cpus in config.cpu_bind or ()]],
         num_threads,
         _code_digest(),
@@ -81,9 +81,9 @@ def find_space(config: EngineConfig, worker: int, num_threads: int) -> bytes:
 
 
 def _has_long_factors(config: dict[str, Any]) -> bool:
-    """Check for LongRoPE, which rotates keys by other factors in an engine of long sequences, also in short ones.
+    """Check for LongRoPE, with which `max_model_len` changes the rotation of all keys, also those of short sequences.
 
-    The factors show it, because Phi-3 calls this kind of rope `su` or `yarn`.
+    It is detected by its factors, because Phi-3 calls this kind of rope `su` or `yarn`.
     """
     return any(rope.get("long_factor") for rope in rope_groups(config))
 
@@ -94,22 +94,22 @@ def _without(struct: msgspec.Struct, names: frozenset[str]) -> dict[str, Any]:
 
 
 def _digests(files: Iterable[Path], memory: Path) -> list[str]:
-    """Return the digests of whole files.  Files that have not changed since an earlier start are not read again.
+    """Return the SHA-256 digests of whole files.  Files that have not changed since an earlier start are not read again.
 
-    The first of several processes that start together reads the files, and the others wait for its digests.
+    If several processes start together, the first one reads the files, and the others wait for its digests.
 
     Args:
-        memory: the file with the known digests.  What is damaged there is computed again.
+        memory: the file that caches digests.  If it is damaged, they are computed again.
     """
     labels = {_label(file): file for file in files}
     known = _read_digests(memory)
     if not labels.keys() <= known.keys():
-        # The system ends the lock with its process.
+        # The operating system releases the lock when this process ends.
         with open(memory.with_suffix(".lock"), "wb", opener=_open_private) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             known = _read_digests(memory)
             known |= {label: _digest(labels[label]) for label in labels.keys() - known.keys()}
-            # Without it the next start reads the weights again.
+            # If the cache cannot be written, the next start just reads the weights again.
             with suppress(OSError):
                 temporary = memory.with_name(f"weights-{os.getpid()}.tmp")
                 temporary.unlink(missing_ok=True)
@@ -123,14 +123,14 @@ def _open_private(path: str, flags: int) -> int:
 
 
 def _label(file: Path) -> str:
-    """Name the contents of a file: no program can set the time of the last change of an inode."""
+    """Identify the contents of a file by its metadata, with the inode's change time (ctime), which no program can set."""
     about = file.stat()
     facts = about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns
     return ":".join(map(str, facts))
 
 
 def _read_digests(memory: Path) -> dict[str, str]:
-    """Read the known digests.  The file decides which KV is used, so it must be a plain file of this user."""
+    """Read the cached digests.  They decide which KV is used, so the file must be a regular file owned by this user."""
     try:
         return msgspec.json.decode(TierDisk().read(str(memory), MEMORY_BYTES), type=dict[str, str])
     except (OSError, RefusedError, msgspec.DecodeError):
@@ -138,7 +138,7 @@ def _read_digests(memory: Path) -> dict[str, str]:
 
 
 def _remembered(digests: dict[str, str]) -> bytes:
-    """Encode the newest digests, so that the file stays small."""
+    """Encode the newest digests only, so that the file stays small."""
     newest = list(digests.items())[-MOST_DIGESTS:]
     return msgspec.json.encode(dict(newest))
 
@@ -152,7 +152,7 @@ def _digest(file: Path) -> str:
 
 
 def _code_digest() -> str:
-    """Return a digest of the code that computes KV: trouper's, and the versions of the packages that it calls."""
+    """Return a digest of the code that computes KV: trouper's source files, and the versions of the packages that it calls."""
     digest, package = hashlib.sha256(), Path(__file__).parents[3]
     for folder in FOLDERS:
         for file in sorted((package / folder).rglob("*.py")):
@@ -166,10 +166,10 @@ def _code_digest() -> str:
 
 
 def _machine() -> list[str]:
-    """Describe the processor and the choice of its instructions."""
+    """Describe the processor, and the instructions that kernels use on it."""
     return [
         platform.machine(),
-        # The order of a set differs from process to process.
+        # Sorted, because the order of a set differs from process to process.
         *(repr(sorted(map(str, f)) if isinstance(f, frozenset) else f) for f in this_processor()),
         choice.chosen(),
         torch.backends.cpu.get_cpu_capability(),
@@ -179,7 +179,7 @@ def _machine() -> list[str]:
 
 
 def _processor_name() -> str:
-    """Return the processor's name and features, as the compiler of the kernels sees them; empty without a compiler."""
+    """Return the processor's name and features from the kernels' compiler.  Returns an empty text without a compiler."""
     try:
         from trouper.kernels.codegen.features import target
     except ImportError:
