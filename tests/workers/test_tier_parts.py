@@ -324,7 +324,7 @@ class LargePeer(FakePeer):
 def test_folder_without_room_for_all_parts_is_refused(tmp_path, size):
     async def act():
         options = {"kv_tier_dir": str(tmp_path / "t"), "kv_tier_size": size}
-        with pytest.raises(TrouperValidationError, match="no room") as caught:
+        with pytest.raises(TrouperValidationError, match="too small") as caught:
             await make_device(FakeLauncher(LargePeer), 2, **options).load()
         assert caught.value.parameter == "kv_tier_size"
         device = make_device(FakeLauncher(LargePeer), 2, **options | {"kv_tier_size": 9000})
