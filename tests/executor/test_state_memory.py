@@ -44,6 +44,13 @@ def test_mixers_have_views_of_disjoint_parts():
     assert all(view[row].data_ptr() % 64 == 0 for view in views for row in range(4))
 
 
+def test_convolutions_of_one_tap_have_empty_views():
+    found = StatePool([StateSpec(layer=0, conv=(0, 5))], 3, torch.float32)
+    assert found.mixers[0, 0].conv.shape == (3, 0, 5)
+    found.copy(0, 1)
+    assert StatePool([], 3, torch.float32).mixers == {}
+
+
 def test_copy_takes_states_and_position_of_one_row():
     states = pool()
     for mixer in states.mixers.values():

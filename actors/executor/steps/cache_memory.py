@@ -342,7 +342,8 @@ def _layout(
 
     for spec in specs:
         found.append((place(spec.conv, dtype), place(spec.matrix, torch.float32)))
-    return found, first
+    # Convolutions of a single tap keep no inputs. Torch cannot view rows of 0 bytes as another dtype.
+    return found, max(first, ALIGNMENT) if found else 0
 
 
 def num_state_rows(
