@@ -403,7 +403,7 @@ def expert_parts(rows, projection, is_turned):
 def stored(name, parts, kind):
     """A tensor as converters write it: all experts in one, a single row as a vector."""
     array = parts[None] if None in parts else np.stack([parts[i] for i in range(len(parts))])
-    array = array[0] if len(array) == 1 else array
+    array = array[0] if len(array) == 1 and array.ndim > 1 else array
     is_small = array.ndim < 2 or array.shape[-1] < 32 or name.endswith("_norm.weight")
     given = None if is_small or name.endswith(".bias") else kind
     return name, array if given is None else gguf.quantize(array, given), given
@@ -901,6 +901,16 @@ def test_vector_of_packed_type_is_refused_by_its_name(tmp_path, kind):
     rule = rf"blk\.1\.ffn_norm\.weight \[\d+\] may not be of type {kind}, only F32"
     with pytest.raises(TrouperValidationError, match=rule):
         GgufCheckpoint(path).check(parameters_of(traits_of(path)))
+
+
+def test_tensor_of_a_layer_that_nothing_reads_is_refused(tmp_path):
+    name, changes, numbers = MODELS["lfm2"]
+    model = tiny_model(name, {"num_hidden_layers": 4, **changes, "conv_bias": True}, tmp_path)
+    path = converted(model, tmp_path / "m.gguf", "lfm2", numbers)
+    rule = r"has 9 tensors that Lfm2ForCausalLM does not use: blk\.0\.shortconv\.conv\.bias, "
+    with pytest.raises(UnsupportedFeatureError, match=rule) as error:
+        GgufCheckpoint(path).check(parameters_of(traits_of(path)))
+    assert error.value.parameter == "model"
 
 
 def load_changed(path, content, edits):

@@ -30,6 +30,8 @@ from trouper.kernels.formats import CENTRES, Format
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # The tensor with gate and up of all experts, and the names that it replaces.
 FUSED, SEPARATE = "ffn_gate_up_exps", re.compile("ffn_(gate|up)_exps")
+# How the names of layers' tensors begin, and the tables of rotary frequencies in old files, which follow from the header.
+LAYER, UNREAD = "blk.", "rot_embd"
 # The formats of types whose values are evenly spaced. The others have eight bits.
 FORMATS: dict[str, Format] = {
     **dict.fromkeys(("Q4_0", "Q4_1", "Q2_K", "Q3_K", "Q4_K", "TQ1_0", "TQ2_0"), "int4"),
@@ -79,16 +81,19 @@ class GgufCheckpoint:
         self._files = MappedFiles()
 
     def check(self, parameters: Iterable[Parameter]) -> None:
-        """Compare all names, shapes and types. Tensors that no parameter needs are ignored, like in llama.cpp.
+        """Compare all names, shapes and types.
 
         Packed types store blocks along the rows of a matrix, so a vector, such as a norm, must have a plain type.
 
         Raises:
             TrouperValidationError: tensors are missing, or have another shape or an impossible type; the message names them.
+            UnsupportedFeatureError: a layer has a tensor that no parameter reads; the message names it.
         """
+        needed = set[str]()
         for parameter in parameters:
             for name, shape in parameter.sources:
                 place = self._place(name)
+                needed.add(place.name)
                 tensor = self._header.tensors.get(place.name)
                 wanted = shape
                 if place.expert is not None:
@@ -104,6 +109,23 @@ class GgufCheckpoint:
                     raise invalid(
                         "model", f"{rule}, only {', '.join(PLAIN)}", str(self._header.path)
                     )
+        self._check_all_read(needed)
+
+    def _check_all_read(self, needed: set[str]) -> None:
+        """Check that the layers have no other tensors: a bias that is not added changes every token.
+
+        Tensors outside of the layers, and those of layers behind the last one, have other uses.
+        """
+        layers = {name.partition(".")[2].partition(".")[0] for name in needed if name[:4] == LAYER}
+        others = [
+            name
+            for name in sorted(self._header.tensors.keys() - needed)
+            if name[:4] == LAYER and name.split(".")[1] in layers and UNREAD not in name
+        ]
+        if others:
+            shown = ", ".join(others[:4]) + ", …" * (len(others) > 4)
+            rule = f"{self._header.path.name} has {len(others)} tensors that {self._family.architecture} does not use: {shown}"
+            raise UnsupportedFeatureError(rule, parameter="model")
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         whole = torch.empty(shape)
