@@ -106,8 +106,9 @@ def test_values_that_describe_the_engine_are_accepted(name, same, other):
 @pytest.mark.parametrize("name", sorted(NOT_IMPLEMENTED.keys() - EQUIVALENT))
 def test_what_is_not_implemented_is_accepted_at_its_default_only(name):
     EngineArgs(**{name: NOT_IMPLEMENTED[name]})
-    with pytest.raises(UnsupportedFeatureError, match=name):
+    with pytest.raises(UnsupportedFeatureError, match=name) as error:
         EngineArgs(**{name: "something else"})
+    assert error.value.parameter == name
 
 
 def test_step_length_is_learnt_or_unlimited():

@@ -341,10 +341,11 @@ def check_not_implemented(name: str, value: Any) -> None:
         logger.warning("%s=%r has no effect: it does not change the answers", name, value)
     elif not is_default:
         if name in NOT_NEEDED:
-            raise UnsupportedFeatureError(f"{name}={value!r} is {NOT_NEEDED[name]}")
+            raise UnsupportedFeatureError(f"{name}={value!r} is {NOT_NEEDED[name]}", parameter=name)
         same = f" or {ALREADY_SO[name]!r}, which has the same effect" if name in ALREADY_SO else ""
         raise UnsupportedFeatureError(
-            f"{name}={value!r} is not supported yet; leave it at {default!r}{same}"
+            f"{name}={value!r} is not supported yet; leave it at {default!r}{same}",
+            parameter=name,
         )
 
 
