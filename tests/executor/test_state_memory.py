@@ -108,8 +108,9 @@ def test_open_number_of_sequences_is_lowered_to_what_fits():
     row_bytes = num_state_rows(made(2**30), SPECS, torch.float32).row_bytes
     found = num_state_rows(made(100 * row_bytes), SPECS, torch.float32)
     assert (found.num_live, found.num_snapshots) == (50, 25)
-    with pytest.raises(TrouperValidationError, match="max_num_seqs that fits is 0"):
+    with pytest.raises(TrouperValidationError, match=f"set at least {2 * row_bytes} bytes") as e:
         num_state_rows(made(row_bytes), SPECS, torch.float32)
+    assert (e.value.parameter, e.value.value) == ("kv_cache_memory_bytes", row_bytes)
 
 
 def test_blocks_of_models_without_keys_take_no_memory():

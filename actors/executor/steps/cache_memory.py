@@ -362,7 +362,8 @@ def num_state_rows(
         others: the states of each other stage.
 
     Raises:
-        TrouperValidationError: the states do not fit; the message contains the largest `max_num_seqs` that fits.
+        TrouperValidationError: the states do not fit; the message contains the largest `max_num_seqs` that fits, or the memory
+            that one sequence needs.
     """
     own_bytes = _layout(specs, dtype)[1]
     row_bytes = max([own_bytes, *(_layout(of_other, dtype)[1] for of_other in others)])
@@ -375,7 +376,14 @@ def num_state_rows(
     if config.kv_cache_bytes is None:
         return StateBudget(wanted, most_snapshots, own_bytes)
     fitting = int(config.kv_cache_bytes * LIVE_SHARE) // row_bytes
-    if fitting < 1 or (fitting < wanted and not config.is_num_seqs_open):
+    if fitting < 1:
+        raise TrouperValidationError(
+            f"one sequence needs {row_bytes / 1e6:.3g} MB for its states, but only half of the KV cache memory of "
+            f"{config.kv_cache_bytes / 1e6:.3g} MB is for states: set at least {math.ceil(row_bytes / LIVE_SHARE)} bytes (--kv-cache-memory-bytes)",
+            parameter="kv_cache_memory_bytes",
+            value=config.kv_cache_bytes,
+        )
+    if fitting < wanted and not config.is_num_seqs_open:
         raise TrouperValidationError(
             f"{wanted} sequences need {wanted} × {row_bytes / 1e6:.3g} MB for their states, but only half of the KV cache memory of "
             f"{config.kv_cache_bytes / 1e9:.2g} GB is for states: the largest max_num_seqs that fits is {fitting}; "
