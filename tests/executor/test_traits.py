@@ -239,7 +239,27 @@ REFUSED = [
     ("OPTForCausalLM", {"word_embed_proj_dim": 32}),
     ("FalconForCausalLM", {"alibi": True}),
     ("OlmoForCausalLM", {"clip_qkv": 8.0}),
+    ("Lfm2ForCausalLM", {"conv_L_cache": 1}),
+    ("GraniteMoeHybridForCausalLM", {"mamba_d_conv": 1}),
 ]
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}
+# Values of a recurrent mixer's fields from which nothing can be computed.
+IMPOSSIBLE = [
+    ("Lfm2ForCausalLM", {"conv_L_cache": 0}),
+    ("Lfm2ForCausalLM", {"conv_L_cache": None}),
+    ("Qwen3_5ForCausalLM", {"linear_conv_kernel_dim": "4"}),
+    ("GraniteMoeHybridForCausalLM", {"time_step_limit": [0.1]}),
+    ("GraniteMoeHybridForCausalLM", {"time_step_limit": [0.1, None]}),
+    ("GraniteMoeHybridForCausalLM", {"time_step_limit": [1.0, 0.5]}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "changes"), IMPOSSIBLE)
+def test_impossible_field_of_mixer_is_named(architecture, changes):
+    with pytest.raises(TrouperValidationError) as error:
+        decoder_traits(BASE | MAMBA | changes, architecture)
+    ((name, value),) = changes.items()
+    assert (error.value.parameter, error.value.value) == (name, value)
 
 
 @pytest.mark.parametrize(("architecture", "changes"), REFUSED)

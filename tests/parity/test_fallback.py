@@ -86,6 +86,18 @@ def test_other_families_are_refused_by_name(family, tmp_path):
     assert architecture_of(family) in str(caught.value)
 
 
+def test_refused_field_of_native_family_is_named(tmp_path):
+    """Neither way computes the model; the error names the field that keeps it from the native one."""
+    tiny_model("lfm2", tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"layer_types": ["conv", "mamba", "conv", "conv"]}))
+    runner = hf_runner(engine_config(tmp_path, max_model_len=64))
+    with pytest.raises(UnsupportedFeatureError, match=r"layer_types has \['mamba'\]") as error:
+        runner.load()
+    assert error.value.parameter == "layer_types"
+
+
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory):
     """A mixture of experts without own code."""

@@ -22,6 +22,7 @@ from trouper.actors.executor.models.families.registry import (
     SEES_AHEAD,
     check_text_part,
     is_text_part,
+    own_refusal,
 )
 from trouper.actors.executor.models.hf_attention import NAME, HfAttention
 from trouper.actors.executor.models.hf_decoder import HfDecoder
@@ -79,10 +80,15 @@ def load_hf_decoder(config: EngineConfig, wrap: Wrap | None = None) -> HfDecoder
     try:
         return _load(config, wrap)
     except UnsupportedFeatureError as error:
-        raise UnsupportedFeatureError(
-            f"{config.model.architecture} cannot be served by way of transformers: {error}",
-            parameter="model",
-        ) from error
+        rule = f"{config.model.architecture} cannot be served by way of transformers: {error}"
+        # A field that keeps the model from trouper's own code is what a reader can change.
+        own = own_refusal(config.model.hf_config, config.model.architecture)
+        field = own.parameter if own is not None else None
+        if config.model_impl == "auto" and field not in (None, "model"):
+            raise UnsupportedFeatureError(
+                f"{rule}; nor by trouper's own code: {own}", parameter=field
+            ) from error
+        raise UnsupportedFeatureError(rule, parameter="model") from error
 
 
 def _load(config: EngineConfig, wrap: Wrap | None) -> HfDecoder:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -170,13 +170,30 @@ def _taps(config: HfConfig, name: str, default: int) -> int:
     """Return the number of taps of a convolution.  With a single one there is no state, so it is refused.
 
     Raises:
-        UnsupportedFeatureError: the number is below 2.
+        TrouperValidationError: it is not a positive integer.
+        UnsupportedFeatureError: the number is 1.
     """
-    taps = config.get(name, default)
+    taps = require({name: default, **config}, name)
     if taps < 2:
-        rule = f"{name} must be at least 2: a convolution of {taps} taps is not supported"
+        rule = f"{name} must be at least 2: a convolution of a single tap is not supported"
         raise UnsupportedFeatureError(rule, parameter=name)
     return taps
+
+
+def _time_steps(config: HfConfig) -> tuple[float, float | None]:
+    """Return the smallest and the largest time step.  None is no limit.
+
+    Raises:
+        TrouperValidationError: the config has no such pair.
+    """
+    name = "time_step_limit"
+    found: Any = config.get(name) or (0.0, math.inf)
+    pair = tuple(cast("list[Any]", found)) if isinstance(found, list | tuple) else ()
+    if len(pair) != 2 or not all(isinstance(x, int | float) for x in pair) or pair[0] > pair[1]:
+        rule = "config.json needs the smallest and the largest time step, such as [0.001, 0.1]"
+        raise TrouperValidationError(rule, parameter=name, value=found)
+    low, high = map(float, pair)
+    return low, None if math.isinf(high) else high
 
 
 def _lfm2_width(config: HfConfig) -> int:
@@ -223,7 +240,7 @@ def _granite_mamba(config: HfConfig) -> Mamba2Traits:
     num_heads = config.get("mamba_n_heads", 128)
     size = config.get("mamba_expand", 2) * require(config, "hidden_size")
     head_dim = config.get("mamba_d_head", "auto")
-    low, high = config.get("time_step_limit") or (0.0, math.inf)
+    low, high = _time_steps(config)
     traits = Mamba2Traits(
         num_heads=num_heads,
         head_dim=size // num_heads if head_dim == "auto" else head_dim,
@@ -232,8 +249,8 @@ def _granite_mamba(config: HfConfig) -> Mamba2Traits:
         taps=_taps(config, "mamba_d_conv", 4),
         has_bias=bool(config.get("mamba_proj_bias", False)),
         has_conv_bias=bool(config.get("mamba_conv_bias", True)),
-        low=float(low),
-        high=None if math.isinf(high) else float(high),
+        low=low,
+        high=high,
     )
     if traits.size != size:
         raise TrouperValidationError(

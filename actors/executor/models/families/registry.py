@@ -135,11 +135,20 @@ def has_own_code(config: HfConfig, architecture: str) -> bool:
     Raises:
         TrouperValidationError: the config lacks a number or contradicts itself.
     """
+    return own_refusal(config, architecture) is None
+
+
+def own_refusal(config: HfConfig, architecture: str) -> UnsupportedFeatureError | None:
+    """Return why trouper's own decoder does not compute this model.  None if it does.
+
+    Raises:
+        TrouperValidationError: the config lacks a number or contradicts itself.
+    """
     try:
         decoder_traits(config, architecture)
-    except UnsupportedFeatureError:
-        return False
-    return True
+    except UnsupportedFeatureError as error:
+        return error
+    return None
 
 
 def generating_sibling(architecture: str) -> str:
