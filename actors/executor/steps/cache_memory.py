@@ -379,7 +379,8 @@ def num_state_rows(
     if fitting < 1:
         raise TrouperValidationError(
             f"one sequence needs {row_bytes / 1e6:.3g} MB for its states, but only half of the KV cache memory of "
-            f"{config.kv_cache_bytes / 1e6:.3g} MB is for states: set at least {math.ceil(row_bytes / LIVE_SHARE)} bytes (--kv-cache-memory-bytes)",
+            f"{config.kv_cache_bytes / 1e6:.3g} MB is for states: set at least {math.ceil(row_bytes / LIVE_SHARE)} bytes "
+            "(--kv-cache-memory-bytes)",
             parameter="kv_cache_memory_bytes",
             value=config.kv_cache_bytes,
         )
