@@ -16,10 +16,10 @@ from trouper.inputs import TokensPrompt
 from .conftest import HAS_GPU
 from .engines import BASE, PROMPTS, VOCAB, make_model, open_llm, run, tokens
 
-GREEDY = SamplingParams(temperature=0, max_tokens=8)
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
 MIXED = [
-    SamplingParams(temperature=0, max_tokens=8, repetition_penalty=1.4, frequency_penalty=0.3),
-    SamplingParams(temperature=0.8, seed=1, max_tokens=8, n=2),
+    SamplingParams(temperature=0, max_tokens=6, repetition_penalty=1.4, frequency_penalty=0.3),
+    SamplingParams(temperature=0.8, seed=1, max_tokens=6, n=2),
     SamplingParams(temperature=1.2, top_p=0.9, top_k=20, seed=2, max_tokens=6, min_p=0.01),
     SamplingParams(
         seed=3, max_tokens=5, min_tokens=5, stop_token_ids=[1, 2], presence_penalty=0.5,

@@ -35,7 +35,7 @@ def workers(*args):
         worker_group.close()
 
 
-def outputs(runner, num_outputs=12):
+def outputs(runner, num_outputs=8):
     found = Driver(runner, chunk=13, shuffle=1, stagger=2).run(PROMPTS, num_outputs, WISHES)
     ranks = [[entry.rank for entry in s.prompt_logprobs] for s in found]
     return [s.token_ids for s in found], ranks
@@ -58,7 +58,7 @@ def test_workers_give_the_tokens_of_one(case, num_ranks, num_stages, tmp_path):
 @needs_kernels
 @pytest.mark.parametrize("case", each_case())
 def test_stages_of_ranks_give_the_tokens_of_one(case, tmp_path):
-    """Of every architecture."""
+    """Every architecture has stages of ranks."""
     make_model(case, tmp_path)
     config = engine_config(tmp_path)
     expected = outputs(CpuRunner(config))
@@ -148,7 +148,7 @@ def test_ranks_sleep_and_wake_together(tmp_path):
 
 @needs_kernels
 def test_ranks_that_sleep_without_weights_keep_no_norm(tmp_path):
-    """Of bfloat16, whose norms the kernels read in float32."""
+    """Check the workers in bfloat16, whose norms the kernels read in float32."""
     tiny_model(*CASES["llama"], tmp_path)
     config = engine_config(tmp_path, dtype="bfloat16", enforce_eager=True)
     with workers(config, 2) as worker_group:

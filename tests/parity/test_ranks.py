@@ -18,7 +18,7 @@ needs_native = pytest.mark.skipif(not units.is_available(), reason="needs native
 CHANGES = {"qwen2-moe": {"shared_expert_intermediate_size": 64}}
 
 
-def outputs(runner, sampling=ALL_LOGPROBS, num_outputs=12):
+def outputs(runner, sampling=ALL_LOGPROBS, num_outputs=8):
     return Driver(runner, chunk=13, shuffle=1, stagger=2).run(PROMPTS, num_outputs, sampling)
 
 

@@ -17,11 +17,11 @@ PROMPTS = [
 ]
 FIXED = {"ignore_eos": True, "logprobs": 2}
 PARAMS = [
-    SamplingParams(temperature=0, max_tokens=60, **FIXED),
-    SamplingParams(temperature=0.8, seed=1, max_tokens=50, prompt_logprobs=1, **FIXED),
-    SamplingParams(temperature=1.0, seed=2, max_tokens=40, n=2, **FIXED),
-    SamplingParams(temperature=0.7, seed=3, max_tokens=70, repetition_penalty=1.2, **FIXED),
-    SamplingParams(temperature=0, max_tokens=30, **FIXED),
+    SamplingParams(temperature=0, max_tokens=36, **FIXED),
+    SamplingParams(temperature=0.8, seed=1, max_tokens=30, prompt_logprobs=1, **FIXED),
+    SamplingParams(temperature=1.0, seed=2, max_tokens=25, n=2, **FIXED),
+    SamplingParams(temperature=0.7, seed=3, max_tokens=40, repetition_penalty=1.2, **FIXED),
+    SamplingParams(temperature=0, max_tokens=20, **FIXED),
 ]
 SUFFIX = {"speculative_config": {"method": "suffix"}}
 SCHEDULES = {
