@@ -330,7 +330,7 @@ def test_results_are_made_of_arrays_of_right_shape():
     assert (classes.probs, classes.num_classes) == ([0.25, 0.75], 2)
     assert ScoringRequestOutput.from_base(output([0.5])).outputs == ScoringOutput(0.5)
     for kind, array in ((EmbeddingRequestOutput, [[1]]), (ScoringRequestOutput, [1, 2])):
-        with pytest.raises(ValueError, match="must have one dimension|must be one number"):
+        with pytest.raises(ValueError, match=r"must have one dimension|must be one number"):
             kind.from_base(output(array))
 
 
