@@ -115,12 +115,15 @@ class Authenticator:
         else:
             header = (b"www-authenticate", b"Bearer")
             raise HTTPError(
-                401, "invalid_api_key", "a valid API key is required", headers=(header,)
+                401,
+                "invalid_api_key",
+                "a valid API key is required; send it as Authorization: Bearer KEY or as x-api-key",
+                headers=(header,),
             )
 
 
 def _given_key(context: RequestContext) -> bytes | None:
-    """Return the key of a request, from a bearer token or `x-api-key`.  Returns None without a key, with several, or with another scheme."""
+    """Return the API key of a request, from a bearer token or `x-api-key`, or None without exactly one such header."""
     given = [pair for pair in context.headers if pair[0] in KEY_HEADERS]
     if len(given) != 1:
         return None

@@ -102,9 +102,9 @@ def prepare(
 
 @contextmanager
 def client_names(name_of: Callable[[str], str]) -> Generator[None]:
-    """Rename the parameter of an error, and at the start of its message, to the client's name.
+    """Replace the engine's parameter name in an error, and at the start of its message, by the client's name.
 
-    Engine and template speak of their own parameters; clients can act only on names that they have sent.
+    Clients can act only on names that they have sent.
     """
     try:
         yield
@@ -118,7 +118,7 @@ class UsageCounter:
     """Count the tokens of one reply while it is generated.
 
     Args:
-        cache_block_size: tokens of a block of the prefix cache, which keeps only whole blocks; 0 if there is no cache.
+        cache_block_size: the block size of the prefix cache in tokens, which stores only full blocks; 0 without a cache.
     """
 
     def __init__(self, num_prompts: int, *, shows_cached: bool, cache_block_size: int = 0) -> None:
@@ -133,9 +133,9 @@ class UsageCounter:
         self.num_reasoning: int | None = None
 
     def add(self, i: int, output: RequestOutput) -> None:
-        """Count an output of prompt `i`.  Its tokens must be new since the last output.
+        """Count an output of prompt `i`, which must contain only the tokens since the last output.
 
-        Prompts count once even with several choices, as in OpenAI's usage.
+        As in OpenAI's usage, a prompt counts once, even with several choices.
         """
         self._num_prompt[i] = len(output.prompt_token_ids)
         self._num_cached[i] = output.num_cached_tokens or self._num_cached[i]
@@ -166,7 +166,7 @@ class UsageCounter:
 
 
 class MakeResumed(Protocol):
-    """`Make`, with the tokens of an answer that goes on."""
+    """Extend `Make` by the known tokens of a resumed answer."""
 
     def __call__(
         self,
@@ -180,11 +180,11 @@ class MakeResumed(Protocol):
 
 
 class OutputKeeper(Protocol):
-    """Keeps the outputs of a request whose answer outlives its connection, and perhaps the server."""
+    """Persist the outputs of a durable request, and replay those of an earlier process."""
 
     @property
     def known(self) -> Sequence[tuple[int, RequestOutput]]:
-        """The outputs that an earlier process has kept, with one token each, behind the numbers of their prompts."""
+        """The recorded outputs of an earlier process, with one token each, as (index of the prompt, output)."""
         ...
 
     @property
@@ -193,13 +193,13 @@ class OutputKeeper(Protocol):
         ...
 
     def open_choices(self) -> Mapping[int, tuple[int, ...]]:
-        """Return the choices that have not ended, with the tokens that are known."""
+        """Return the unfinished choices with their recorded tokens."""
         ...
 
     async def keep(self, i: int, output: RequestOutput) -> Sequence[RequestOutput]:
-        """Keep an output of prompt `i`, and return it as one output for each token.
+        """Persist an output of prompt `i`, and return it split into one output for each token.
 
-        Events then depend on the tokens only, and not on how fast they were read.
+        So events depend only on the tokens, and not on how fast the client has read them.
         """
         ...
 
@@ -209,11 +209,9 @@ class OutputKeeper(Protocol):
 
 
 class Driver(Generic[A]):
-    """One parsed request on its way through the engine to the client.
+    """Take one parsed request through the engine to the client.
 
-    Only the handler's task uses it.
-
-    It holds the parser chains of all choices, and closes the engine's streams however the request ends.
+    It owns the parser chains of all choices, and closes the engine's streams however the request ends.  Only the handler's task uses it.
     """
 
     def __init__(
@@ -233,26 +231,26 @@ class Driver(Generic[A]):
             shows_cached=parsed.shows_cached,
             cache_block_size=cache_block_size,
         )
-        # Parsers by choice, from the first output of the choice on.
+        # Parsers by choice, created at the first output of the choice.
         self._chains: dict[int, ParserChain] = {}
         self._has_begun = False
-        # Set before the start, for an answer that outlives the server.
+        # Set before the start, for a durable answer.
         self.keeper: OutputKeeper | None = None
-        # Is awaited before anything is generated.
+        # Awaited before the generation starts.
         self.on_start: Callable[[], Awaitable[None]] | None = None
-        # The difference between the seeds of two prompts.
+        # The difference between the seeds of consecutive prompts.
         self.seed_step = 0
-        # The prompt and the choice of each generation, where an answer goes on.
+        # For a resumed answer: the indices of prompt and choice of each generation.
         self._resumed: list[tuple[int, int]] | None = None
-        # Notes what `trouper replay` needs; None without `--record`, and for a beam search.
+        # Records the request for `trouper replay`; None without `--record`, and for a beam search.
         self._recording: RequestRecording | None = None
         if service.recorder is not None and parsed.beams is None:
             self._recording = service.recorder.begin(parsed.prompts, parsed.params, parsed.options)
 
     async def answer(self, on_complete: Callable[[], None] | None = None) -> None:
-        """Send the reply.  `on_complete` is called when the reply is complete but not yet sent entirely.
+        """Send the reply.  `on_complete` is called when the reply is complete, before its last part is sent.
 
-        A disconnected client cancels the handler's task, and with it the requests in the engine.
+        If the client disconnects, the handler's task is cancelled, which aborts the requests in the engine.
         """
         if self.parsed.is_stream:
             await self._begin()
@@ -321,7 +319,7 @@ class Driver(Generic[A]):
 
     @contextmanager
     def _recorded(self) -> Generator[None]:
-        """Write the record of the request at the end of the block, also if its client has left."""
+        """Submit the record of the request at the end of the block, even if its client has disconnected."""
         try:
             yield
         finally:
@@ -343,7 +341,7 @@ class Driver(Generic[A]):
     async def _read_kept(
         self, keeper: OutputKeeper, consume: Consume, begin: Callable[[], Awaitable[None]]
     ) -> None:
-        """Generate what is not known yet, and hand on each token when it is kept."""
+        """Generate the tokens that are not recorded yet, and pass on each token after persisting it."""
         if keeper.is_whole:
             return
         parsed = self.parsed
@@ -389,14 +387,14 @@ class Driver(Generic[A]):
             await self._context.send_event(event.content, event.name)
 
     async def _prompt_text(self, i: int, output: RequestOutput) -> str:
-        """Return the text of prompt `i` if a choice starts with it in this output, else an empty string."""
+        """Return the text of prompt `i` if this is the first output of one of its choices, else an empty string."""
         first = i * self.parsed.params.n
         is_new = any(first + each.index not in self._chains for each in output.outputs)
         return await self._service.prompt_text(output) if is_new else ""
 
     async def _updates(self, i: int, output: RequestOutput) -> list[ChoiceUpdate]:
         """Return one update for each choice in an output of prompt `i`."""
-        # A durable answer is in the journal, and parts of it may come from an earlier process.
+        # A durable answer is recorded in the journal instead: an earlier process may have generated parts of it.
         if self._recording is not None and self.keeper is None:
             self._recording.note(i, output)
         prompt_text = await self._prompt_text(i, output) if self.parsed.shows_prompt else ""
@@ -457,7 +455,7 @@ class Driver(Generic[A]):
         return changed
 
     def _rest(self, keeper: OutputKeeper) -> "list[Generation[RequestOutput]]":
-        """Make one engine request for each choice that has not ended, behind its known tokens.
+        """Make one engine request for each unfinished choice of a resumed answer, which continues after its recorded tokens.
 
         Raises:
             HTTPError: the limits leave too little room for this request.

@@ -1,4 +1,4 @@
-"""Read durable streams: from a client's cursor on, and the routes of `/v1/streams`."""
+"""Send durable streams to clients, from any cursor on, and serve the routes of `/v1/streams`."""
 
 import time
 from typing import Any
@@ -30,15 +30,15 @@ async def follow_stream(
     """Send a stream from the client's cursor on, including future events.
 
     Args:
-        first: the number of the first wanted event, for an API that counts events.
+        first: the number of the first requested event, for an API that counts events instead of using cursors.
 
     Raises:
-        Exception: how the answer has failed, behind its events.
+        Exception: the failure of the answer, after its events.
         HTTPError: the cursor belongs to no event of this stream.
-        ClientGone: this process ends before the answer.
+        ClientGone: this process stops before the end of the answer.
     """
     if stream.attach is not None:
-        # Its own store has it once it is kept.
+        # The response store has it as soon as it is admitted.
         await stream.wait_head()
         context.own_headers += _head(service, stream)
         if not stream.status:
@@ -63,7 +63,7 @@ async def follow_stream(
 
 
 def _head(service: Service, stream: DurableStream) -> Headers:
-    """Return the headers of a durable answer, which also show whether the journal has it at present."""
+    """Return the headers of a durable answer: its id, and whether the journal can be written at present."""
     journal = service.journal
     is_kept = journal is not None and not journal.has_failed
     return (YES if is_kept else NO, (b"x-stream-id", stream.id.encode()))
@@ -76,7 +76,7 @@ async def _send_events(
     cursor = _first_cursor(stream, given)
     has_rest = first is not None or any(_is_wanted(given, cursor, e) for e in stream.entries)
     if stream.is_whole and context.method == "GET" and not has_rest:
-        # Browsers then stop reconnecting.
+        # After 204, browsers stop reconnecting.
         await context.send_empty(204)
         return
     assert service.journal is not None
@@ -101,7 +101,7 @@ async def _send_events(
 
 
 def _first_cursor(stream: DurableStream, given: str | None) -> Cursor:
-    """Return the cursor that a client has given, by default that in front of all events.
+    """Return the client's cursor, by default the position before all events.
 
     Raises:
         HTTPError: it belongs to no event of this stream.
@@ -117,7 +117,7 @@ def _first_cursor(stream: DurableStream, given: str | None) -> Cursor:
 
 
 def _is_wanted(given: str | None, cursor: Cursor, entry: LoggedEvent) -> bool:
-    """Return whether a client with this cursor lacks an event."""
+    """Return whether a client with this cursor still needs an event."""
     return given != END and (entry.is_end or given is None or not cursor.covers(entry))
 
 
@@ -127,29 +127,30 @@ def _failure(stream: DurableStream) -> Exception:
 
 
 def _make_again(service: Service, stream: DurableStream) -> None:
-    """Make the events of an ended stream again, from its tokens.
+    """Rebuild the evicted events of an ended stream from its tokens in the journal.
 
     Raises:
-        HTTPError: it is kept no longer, or the server has no room.
+        HTTPError: the stream has expired, or the server has no room.
     """
     assert service.journal is not None
     record = service.journal.record(stream.id)
     if record is None:
         service.journal.streams.forget(stream)
-        raise HTTPError(410, "stream_expired", "the answer is not kept any longer")
+        text = "the answer has expired (--stream-retain); send the request again"
+        raise HTTPError(410, "stream_expired", text)
     assert stream.make_again is not None
     stream.warm()
     try:
         stream.make_again(record)
     except BaseException:
-        # The next reader tries it again.
+        # Restored, so that the next reader tries again.
         stream.is_over = True
         stream.cool()
         raise
 
 
 def _given_cursor(context: RequestContext) -> str | None:
-    """Return the cursor of a client: from the query of a GET, or else from the header that browsers send."""
+    """Return the client's cursor: `starting_after` in the query of a GET, else the header `Last-Event-ID`, else None."""
     after = context.query().get("starting_after") if context.method == "GET" else None
     if after:
         return after[-1]
@@ -158,7 +159,7 @@ def _given_cursor(context: RequestContext) -> str | None:
 
 
 async def list_streams(service: Service, context: RequestContext, _: None) -> None:
-    """List the kept streams of a client's key, the oldest first."""
+    """List the durable streams of a client's API key, the oldest first."""
     journal = _journal(service)
     journal.streams.tidy(time.time())
     data = [_shown(stream) for stream in journal.streams.of(context.key_digest)]
@@ -166,15 +167,17 @@ async def list_streams(service: Service, context: RequestContext, _: None) -> No
 
 
 async def get_stream(service: Service, context: RequestContext, _: None) -> None:
-    """Send the events of a stream behind the client's cursor, or the reply of a request without `stream`."""
+    """Send the events of a stream after the client's cursor, or the whole reply of a request without `stream`."""
     await follow_stream(service, context, _found(service, context))
 
 
 async def delete_stream(service: Service, context: RequestContext, _: None) -> None:
-    """Forget a stream.  A running one is aborted."""
+    """Delete a stream, also from the journal.  A running one is aborted."""
     journal, stream = _journal(service), _found(service, context)
     if stream.attach is not None:
-        text = f"{STREAMS}{stream.id} is a background response: DELETE /v1/responses/{stream.id}"
+        text = (
+            f"{STREAMS}{stream.id} is a background response; use DELETE /v1/responses/{stream.id}"
+        )
         raise HTTPError(409, "conflict", text)
     stream.end(time.time(), HTTPError(410, "stream_expired", "the stream was deleted"))
     journal.streams.forget(stream)
@@ -203,14 +206,19 @@ def _found(service: Service, context: RequestContext) -> DurableStream:
     id = context.path.removeprefix(STREAMS)
     found = journal.streams.find(context.key_digest, id)
     if found is None:
-        text = f"Stream with id '{clean(id, 100)}' not found. It is kept no longer, or it belongs to another key."
+        text = f"Stream with id '{clean(id, 100)}' not found. It has expired, or it belongs to another key."
         raise HTTPError(404, "stream_not_found", text, param="id")
     return found
 
 
 def _journal(service: Service) -> Any:
-    """Raises UnsupportedFeatureError without a journal, and HTTPError (503) while the streams of an earlier server are not there yet."""
+    """Return the journal.
+
+    Raises:
+        UnsupportedFeatureError: the server has no journal.
+        HTTPError: (503) the streams of an earlier server are not resumed yet.
+    """
     if service.journal is None:
-        raise unsupported("streams", "this server keeps none; start it with --journal DIR")
+        raise unsupported("streams", "this server stores none; start it with --journal DIR")
     service.check_open()
     return service.journal

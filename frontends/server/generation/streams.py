@@ -1,7 +1,7 @@
-"""Open the generations of one request, as streams or as rounds of a beam search, and hand their outputs to one consumer.
+"""Open the generations of one request, as streams or as rounds of a beam search, and pass their outputs to one consumer.
 
-A request with several prompts has several generations.  They run at the same time, but the consumer sees one output after the
-other, so adapters need no locks.
+A request with several prompts has several generations.  They run concurrently, but the consumer is called with one output at a time, so
+adapters need no locks.
 
 In each round of a beam search, every beam of every prompt is a request to the engine for one token.  The prefix cache keeps the
 beams' common prefixes, so a round costs about one step.
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from trouper.actors.engine.generation import Generation
     from trouper.frontends.server.admission.gate import EngineWork
 
-# With an expected wait of at least this many seconds, a stream's head is sent before its first token, so that the client
-# reads in a header when the token is expected.
+# If the first token is expected after at least this many seconds, the headers are sent before it, so that the client can read the
+# prediction.
 LONG_WAIT_S = 1.0
 T = TypeVar("T", bound=RequestOutput | PoolingRequestOutput[Any])
 Consume = Callable[[int, RequestOutput], Awaitable[None]]
@@ -44,10 +44,13 @@ async def open_generations(
     places: Sequence[str],
     begin: Callable[[], Awaitable[None]],
 ) -> "AsyncGenerator[list[Generation[RequestOutput]]]":
-    """Yield the generations once they are admitted; if there are several, only after all prompts are rendered.
+    """Yield the generations after their admission; if there are several, only after all prompts are rendered.
 
-    Every exit aborts the unfinished ones.  `places` are the client's names of the prompts, for errors.  `begin` is called
-    first if the engine predicts a long wait for the only first output.
+    Every exit aborts the unfinished ones.
+
+    Args:
+        places: the client's names of the prompts, for errors.
+        begin: sends the headers early if the engine predicts a long wait for the first output of a single generation.
 
     Raises:
         HTTPError: the first token cannot arrive before the client's deadline.
@@ -73,15 +76,15 @@ async def final_outputs(
     places: Sequence[str],
     whole: "EngineWork | None" = None,
 ) -> list[T]:
-    """Return the last output of each generation, in order; with FINAL_ONLY it is the complete output.
+    """Return the last output of each generation, in order.  With FINAL_ONLY this is the complete output.
 
-    `whole` is the work to which these generations belong, if it takes several rounds, like a beam search.
+    `whole` is the complete work of the request if these generations are only one round of it, as in a beam search.
     """
     found: dict[int, T] = {}
 
     with _listed(service) as opened:
         await _open(service, context, generations, opened, whole)
-        # A bad last prompt is found before the others run.
+        # So a bad last prompt fails before the others are computed.
         if len(opened) > 1:
             await _wait_rendered(opened, places)
         elif opened:
@@ -133,7 +136,7 @@ async def _open(
 async def _wait_rendered(
     generations: "Sequence[Generation[RequestOutput]]", places: Sequence[str]
 ) -> None:
-    """Wait until every prompt is rendered, which finds bad ones."""
+    """Wait until every prompt is rendered, so that a bad one fails the request at once."""
     for i, generation in enumerate(generations):
         with prompt_named(places[i]):
             await generation.submit()
@@ -145,10 +148,10 @@ async def read_each(generations: "Sequence[Generation[RequestOutput]]", consume:
     """Call `consume(i, output)` for each output of generation i, one call at a time.
 
     Raises:
-        Exception: the first failure of a generation, possibly inside exception groups; the others are not read on.
+        Exception: the first failure of a generation, possibly inside exception groups.  It stops the reading of all others.
     """
     error: Exception | None = None
-    # Capacity 0: while the consumer is busy, the reply slots merge new outputs.
+    # Capacity 0, because reply slots merge new outputs while the consumer is busy.
     send, receive = anyio.create_memory_object_stream[tuple[int, RequestOutput]](0)
 
     async def put(i: int, output: RequestOutput) -> None:
@@ -180,7 +183,7 @@ async def _read(generation: "Generation[RequestOutput]", i: int, consume: Consum
 
 @contextmanager
 def _listed(service: "Service") -> "Generator[list[Any]]":
-    """Yield a list of generations.  After the block they are closed and removed from the service's table."""
+    """Yield an empty list for generations.  After the block they are closed and removed from the service's open requests."""
     opened: list[Generation[Any]] = []
     try:
         yield opened
@@ -190,15 +193,15 @@ def _listed(service: "Service") -> "Generator[list[Any]]":
             generation.close()
 
 
-# Takes a prompt, its parameters, its name within the request, and whether the prompt is the client's own, to which
+# Makes an engine request from a prompt, its parameters, its name within the request, and whether the prompt is the client's own, so that
 # the options of tokenization apply.
 Make = Callable[[Any, SamplingParams, str, bool], "Generation[RequestOutput]"]
 
 
 class SearchWork:
-    """All searches of one request as one unit of work, for which the admission ticket is held.
+    """Represent all beam searches of one request as one unit of work for admission.
 
-    The engine sees a new request in every round, but a place of the gate must be held for the whole search.
+    The engine sees new requests in every round, but the request must hold its place in the gate during the whole search.
     """
 
     def __init__(self, searches: Sequence[BeamSearch]) -> None:
@@ -210,7 +213,7 @@ class SearchWork:
 
     @property
     def num_tokens(self) -> tuple[int, int]:
-        """Tokens of the prompts, each counted once because the prefix cache keeps it, and tokens of all rounds."""
+        """The tokens of the prompts, counted once because later rounds find them in the prefix cache, and the tokens of all rounds."""
         counts = [search.num_tokens for search in self._searches]
         return sum(prompt for prompt, _ in counts), sum(output for _, output in counts)
 

@@ -1,8 +1,8 @@
-"""Keep the tokens of one answer in the journal, and read those that an earlier process has kept.
+"""Write the tokens of one durable answer to the journal, and replay the tokens that an earlier process has written.
 
-An output of the engine contains what was sampled since the last one was read, so its size depends on the reader's pace.  Events made of
-it would differ from run to run, and so would the positions that clients remember.  So an output is divided into its tokens here.  The text
-after some tokens depends on these tokens only.
+An output of the engine contains all tokens since the previous output was read, so its size depends on the reader's pace.  Events for whole
+outputs would differ between runs, and the cursors of clients would become invalid.  So an output is split into one output for each token,
+whose text depends only on the tokens so far.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,23 +21,23 @@ from trouper.outputs import CompletionOutput, RequestOutput
 
 
 class TokenSplitter:
-    """Divides the outputs of one completion into its tokens, each with the text that it adds.
+    """Split the outputs of one completion into single tokens, each with the text that it adds.
 
     Args:
-        text: the text of the answer, to which nothing was added yet.
+        text: the empty text state of the answer.
     """
 
     def __init__(self, text: TextState | VisibleStops) -> None:
         self._text = text
-        # Tokens whose text is known, which the text of later ones may depend on.
+        # Tokens that were passed on with the engine's text.  They are pushed to `_text` only if a later output must be split.
         self._behind: list[int] = []
 
     def pass_by(self, token: int) -> None:
-        """Note a token that came with the text that it adds."""
+        """Note an output of a single token, which needs no split because the engine's text belongs to it."""
         self._behind.append(token)
 
     def split(self, output: RequestOutput) -> list[RequestOutput]:
-        """Return one output for each token.  An output without tokens, which ends the answer, stays as it is."""
+        """Return one output for each token.  An output without tokens, which only ends the answer, stays one output."""
         (completion,) = output.outputs
         ids, logprobs = completion.token_ids, completion.logprobs
         if self._behind:
@@ -50,7 +50,7 @@ class TokenSplitter:
         for i, token in enumerate(ids):
             is_last = i == len(ids) - 1
             ends = is_last and completion.finish_reason is not None
-            # A stop string is found in the text.  The text of a stop token is left out.
+            # The text of a stop token is omitted, in contrast to a stop string, which is found in the text.
             is_stop_token = completion.finish_reason == "stop" and not isinstance(
                 completion.stop_reason, str
             )
@@ -70,7 +70,7 @@ def _with(
     *,
     is_last: bool,
 ) -> RequestOutput:
-    """Return an output with some of its tokens.  Only the last ones have the end."""
+    """Return a part of an output with some of its tokens.  Only the last part keeps the finish reason."""
     part = msgspec.structs.replace(completion, token_ids=token_ids, text=text)
     if not is_last:
         part.finish_reason = part.stop_reason = None
@@ -78,14 +78,14 @@ def _with(
 
 
 class TokenKeeper:
-    """`OutputKeeper` of one answer.
+    """Implement `OutputKeeper` for one answer, with the journal.
 
     Args:
-        id: of the stream in the journal.
-        record: what an earlier process has kept.
-        stream: shows the events of written tokens.  Without one, `keep` waits for the write.
+        id: the id of the stream in the journal.
+        record: the records of an earlier process, to be replayed.
+        stream: the stream that withholds events until their tokens are written.  Without it, `keep` waits for the write.
 
-    The scores of a prompt are not kept, so an answer that shows them is generated again from its beginning: with the same seed, the
+    The journal does not contain prompt logprobs, so an answer with them is generated again from the beginning.  With the same seed, the
     tokens are the same.
     """
 
@@ -101,17 +101,17 @@ class TokenKeeper:
         self._journal, self._id, self._parsed, self._tokenizer = journal, id, parsed, tokenizer
         self._stream = stream
         self._is_kept = parsed.params.prompt_logprobs is None
-        # Whether each output has the text of its tokens.  That of an answer that goes on lacks what was withheld before them.
+        # Whether the engine's outputs have the complete text of their tokens.  In a resumed answer, text withheld before them is missing.
         self._has_all_texts = record is None
         self._n = parsed.params.n
         self._splitters: dict[int, TokenSplitter] = {}
         # The tokens so far, by choice, and the finished choices.
         self._ids: dict[int, list[int]] = {}
         self._ended: set[int] = set()
-        # What the first process has found in its cache, by prompt.
+        # The cached prompt tokens in the first process, by prompt.
         self._num_cached: dict[int, int | None] = {}
         self._firsts: dict[int, Tokens] = {}
-        # The prompts of the first process, which this one has not rendered yet.
+        # The token ids of the prompts in the first process, until they were compared with this one's.
         self._prompts: dict[int, list[int]] = {}
         self.known: list[tuple[int, RequestOutput]] = []
         for tokens in [] if record is None or not self._is_kept else record.tokens:
@@ -127,7 +127,7 @@ class TokenKeeper:
         return len(self._ended) == self._parsed.num_choices
 
     def open_choices(self) -> Mapping[int, tuple[int, ...]]:
-        """Return the unfinished choices with their known tokens."""
+        """Return the unfinished choices with their recorded tokens."""
         choices = range(self._parsed.num_choices)
         return {c: tuple(self._ids.get(c, ())) for c in choices if c not in self._ended}
 
@@ -138,12 +138,12 @@ class TokenKeeper:
                 self._stream.advance(i * self._n + completion.index, len(completion.token_ids))
 
     async def keep(self, i: int, output: RequestOutput) -> Sequence[RequestOutput]:
-        """Write an output of prompt `i`, and return it as one output for each token.
+        """Submit an output of prompt `i` to the journal, and return it split into one output for each token.
 
         Raises:
-            HTTPError: the answer goes on, and this process renders another prompt: a template may contain the date.
+            HTTPError: the answer is resumed, but its prompt differs from the first process: a template may contain the date.
         """
-        # Compared once: a long prompt takes longer than its token.
+        # Compared only once, because comparing a long prompt takes longer than generating a token.
         known = self._prompts.pop(i, None)
         if known is not None and known != output.prompt_token_ids:
             raise lost("its prompt has changed")
@@ -202,7 +202,7 @@ class TokenKeeper:
         )
 
     def _split(self, i: int, output: RequestOutput) -> list[RequestOutput]:
-        """Divide an output into the tokens of its choices, and remember them."""
+        """Split an output into the tokens of its choices, and record them as known."""
         parts: list[RequestOutput] = []
         is_single = len(output.outputs) == 1
         for completion in output.outputs:
@@ -235,7 +235,7 @@ class TokenKeeper:
 
 
 def joined(parts: Sequence[tuple[int, RequestOutput]]) -> list[RequestOutput]:
-    """Join the tokens of all choices to one complete output for each prompt."""
+    """Join the single tokens of all choices into one complete output for each prompt."""
     found: dict[int, RequestOutput] = {}
     pieces: dict[tuple[int, int], list[CompletionOutput]] = {}
     for i, output in parts:

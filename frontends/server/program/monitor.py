@@ -1,9 +1,11 @@
 """Control garbage collection and overload of a serving process, four times a second.
 
-A collection stops every task and every thread, so Python's automatic ones are off.  Laws: no collection scans the objects of the loaded
-model.  Requests and connections normally create no reference cycles, so a collection runs only when no request is open, when much more
-memory is in use than after the last one, or after a while of work (sooner if memory is short).  Without open requests, free memory is
-returned to the system.
+A collection stops every task and every thread, so Python's automatic collections are off.  Instead:
+
+* No collection scans the objects of the loaded model.
+* Requests and connections normally create no reference cycles, so a collection runs only when the last request has ended, when much more
+  memory is in use than after the last collection, or after minutes of work (sooner if memory is short).
+* When no request is open, free memory is returned to the system.
 
 Measured with 256 streams of 290 objects each: an automatic collection of the youngest objects scans 28,000 of them in 10 ms, and in
 34 ms with the next generation.  A collection each quarter of a second takes 2 to 4 ms, 1.2 % of a busy loop.  A full collection takes
@@ -22,14 +24,14 @@ from trouper.frontends.server.admission.overload import Level
 from trouper.frontends.server.service.service import Service
 
 LONGEST_S, TIGHT_S = 300.0, 10.0
-# Blocks of Python's memory: some 100 MB.
+# Blocks of Python's allocator, about 100 MB.
 MAX_MORE = 1_000_000
 
 
 class Heap:
-    """The state of the garbage collector, as a context manager around loading and serving.  Call `settle` after loading.
+    """Replace automatic garbage collection, as a context manager around loading and serving.  Call `settle` after loading.
 
-    Automatic collections are off: they would stop the event loop in the middle of a step.
+    Automatic collections would stop the event loop in the middle of a step.
     """
 
     def __init__(self) -> None:
@@ -45,16 +47,16 @@ class Heap:
     def settle(self) -> None:
         """Exempt all existing objects from collections.  Call it once the model is loaded.
 
-        The objects of the loaded model live as long as the process, so examining them is a waste of time.
+        The objects of the loaded model live as long as the process, so scanning them is a waste of time.
         """
         gc.collect()
         gc.freeze()
         self._num_blocks = sys.getallocatedblocks()
 
     def look(self, now: float, *, is_busy: bool, is_tight: bool = False) -> None:
-        """Run a collection if one is due.
+        """Run a collection if one is due, preferably at the moment when the server becomes idle.
 
-        It prefers the moment in which the server becomes idle.  Memory is returned to the system then.
+        Free memory is returned to the system only while it is idle.
         """
         longest_s = TIGHT_S if is_tight else LONGEST_S
         is_due = now - self._looked_at > longest_s if is_busy else self._was_busy
@@ -82,7 +84,7 @@ NUM_PERIODS = 25  # between two updates: a quarter of a second
 async def watch(service: Service, heap: Heap) -> None:
     """Update the overload level and the heap, and record the lag of the event loop, until cancelled.
 
-    Readings of the lag are taken several times between two updates, and the worst one counts.
+    The lag is measured every 10 ms, and the longest one since the last update counts.
     """
     worst_s = 0.0
     while True:

@@ -2,10 +2,10 @@
 
     signals ⊃ engine ⊃ listeners
 
-On the first SIGTERM or SIGINT, readiness fails and the listeners close.  Open requests get `shutdown_timeout_s`, and the rest their
-final abort output.  Connections that do not read it are closed, and the process exits with 0.  A second signal ends the process at once.
-A watchdog outside the interpreter ends a stuck process.  SIGHUP is ignored: there is no configuration to reload, and a closed
-terminal is no reason to cut streams.
+On the first SIGTERM or SIGINT, the readiness check fails and the listeners close.  Open requests may continue for `shutdown_timeout_s`;
+then they are aborted and their clients get a final event.  Connections that do not read it are closed, and the process exits with 0.  A
+second signal ends the process at once.  A watchdog outside the interpreter kills a stuck process.  SIGHUP is ignored: there is no
+configuration to reload, and a closed terminal should not interrupt streams.
 """
 
 import faulthandler
@@ -47,17 +47,18 @@ if TYPE_CHECKING:
     from trouper.frontends.python.async_engine import AsyncLLMEngine
     from trouper.frontends.server.durable.journal import Journal
 
-# Seconds for the final outputs to reach their clients.
+# How long final outputs may take to reach their clients, in seconds.
 GRACE_S = 1.5
-# Seconds for open requests after a take-over, without --shutdown-timeout: clients do not wait for the end of this process.
+# How long open requests may continue after a take-over without --shutdown-timeout, in seconds.  It is long, because no client waits for the
+# end of this process.
 DRAIN_S = 600.0
-# Characters of the names of models in a line.
+# The longest list of model names in a line, in characters.
 MAX_NAMES = 200
-# Seconds after the shutdown's own time until the watchdog acts: `GRACE_S` and 4 s for stuck workers, doubled.
+# The watchdog acts this many seconds after the shutdown's time limit: `GRACE_S` and 4 s for stuck workers, about doubled.
 GUARD_S = 10.0
 EXIT_SIGNALLED = 128
-# The longest time that the device's thread waits for the interpreter while the event loop has it, several times in a
-# step.  Python's own is 5 ms; with 0.1 in place of 1 ms a crowd of streams gets a twentieth more tokens.
+# How long the device's thread waits for the interpreter lock while the event loop holds it, several times in a step.  Python's default is
+# 5 ms.  With 0.1 instead of 1 ms, many concurrent streams get 5 % more tokens.
 SWITCH_S = 0.0001
 
 
@@ -82,7 +83,7 @@ def loop_options(loop: str) -> dict[str, Any]:
 
 
 class _Signals:
-    """Call `stop` for each signal that ends the process.  The library itself installs no handlers."""
+    """Call `stop` for each SIGINT and SIGTERM.  Only `trouper serve` uses it; the library installs no signal handlers."""
 
     def __init__(self, stop: Callable[[int], None], report: Callable[[str], None]) -> None:
         self._stop = stop
@@ -94,27 +95,28 @@ class _Signals:
             task_status.started()
             async for number in signals:
                 if number == signal.SIGHUP:
-                    self._report("SIGHUP is ignored")
+                    self._report("SIGHUP is ignored; stop the server with SIGTERM")
                 else:
                     self._stop(number)
 
 
 async def load_adapters(engine: "AsyncLLMEngine", adapters: Sequence[LoRARequest]) -> None:
-    """Load the adapters given at the start, so that a bad one fails the start.  Clients use their names as models.
+    """Load the adapters of the command line, so that a bad one fails the start.  Clients use their names as models.
 
     Raises:
         TrouperValidationError: an adapter has the model's name, or its files do not fit the model.
     """
     for adapter in adapters:
         if adapter.lora_name == engine.config.model.name:
-            raise invalid("lora_modules", "has the model's name", adapter.lora_name)
+            text = "is also the name of the model; give the adapter another name"
+            raise invalid("lora_modules", text, adapter.lora_name)
         await engine.engine.adapters.load_named(adapter)
 
 
 class Server:
-    """One run of a server: starting, serving, draining, closed.
+    """Run a server once: starting, serving, draining, closed.
 
-    It opens and closes its parts in a fixed order, so that a request never meets a part that is closed already.
+    Its parts open and close in a fixed order, so that no request uses a closed part.
     """
 
     def __init__(
@@ -131,26 +133,26 @@ class Server:
         self._service = service
         self._shutdown_timeout_s = self._drain_s = shutdown_timeout_s
         self._report = report
-        # A prefix of the public listeners' paths that a proxy does not remove.
+        # A prefix of all public paths that the reverse proxy does not strip.
         self._root_path = root_path
-        # By which browsers may open the page, besides addresses.
+        # Host names under which browsers may open the page, in addition to IP addresses.
         self._names = names
-        # Whether it answers with 5xx after the engine's death until a signal arrives.
+        # Whether the server keeps answering with 5xx after the engine has died, until a signal arrives.
         self._stays_dead = stays_dead
         # Shows the progress of loading, which is always logged.
         self._terminal = terminal
         self._is_stopping = False  # by a signal
         self._shutdown = Shutdown()
-        # The server from which this one takes over, and how it opens the journal then.
+        # The server from which this one takes over, and the function that opens the journal afterwards.
         self._predecessor: Predecessor | None = None
         self._open_journal: Callable[[], Journal | None] = lambda: None
         self._name_model: Callable[[], bytes] = bytes
-        # What a successor must have in common, and the socket at which it asks.
+        # The facts that a successor must share, and the socket at which it connects.
         self._offered: tuple[Ask, socket.socket] | None = None
-        # Serve one listener each, with its application.
+        # The listeners with their applications.
         self._accepting: list[tuple[App, Listener]] = []
         self._start_accepting: Callable[[], None] = lambda: None
-        # How long open requests may go on.
+        # Cancelled when open requests may not continue any longer.
         self._grace = anyio.CancelScope()
         self._are_closed = anyio.Event()
         self._loading = anyio.CancelScope()
@@ -163,10 +165,11 @@ class Server:
         open_journal: "Callable[[], Journal | None]",
         name_model: Callable[[], bytes],
     ) -> None:
-        """Take over from a running server when the model is loaded.  Call it before `run`.
+        """Prepare to take over from a running server as soon as the model is loaded.  Call it before `run`.
 
         Args:
-            open_journal, name_model: open the journal, and return the digest of the model in it; called in a thread.
+            open_journal: opens the journal; called in a thread.
+            name_model: returns the fingerprint of the model; called in a thread.
         """
         self._predecessor = predecessor
         self._open_journal, self._name_model = open_journal, name_model
@@ -184,7 +187,7 @@ class Server:
             unopened: the engine of the only model, or the residency of several.
 
         Raises:
-            Exception: the reason why the engine did not start, or why it died.
+            Exception: the error by which the engine failed to start, or died.
         """
         switch_before = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_S)
@@ -209,7 +212,7 @@ class Server:
         async with anyio.create_task_group() as helpers:
             await helpers.start(_Signals(self._stop, self._report).forward, name="signals")
             if self._service.journal is not None:
-                # It ends after all that write to it.
+                # Started first, so that it ends after all tasks that write to it.
                 await helpers.start(self._service.journal.run_writer, name="journal")
             if self._service.recorder is not None:
                 await helpers.start(self._service.recorder.run_writer, name="recorder")

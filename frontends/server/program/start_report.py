@@ -19,9 +19,9 @@ CLEAR = "\r\x1b[K"  # of a terminal's line
 def summarise(
     name: str, config: EngineConfig, info: DeviceInfo, addresses: Sequence[str], seconds: float
 ) -> list[str]:
-    """Describe a ready server: its addresses, model, memory and limits, one line each.
+    """Describe a ready server by its addresses, model, memory and limits, with one line for each.
 
-    Operators see there whether the context was shortened, and how many requests fit the KV cache.
+    Among others, operators can see whether the context length was reduced and how many tokens fit the KV cache.
     """
     whole = config.model.max_position_embeddings
     of = f" of {whole:,}" if config.max_model_len < whole else ""
@@ -47,7 +47,7 @@ def _shown_media(config: EngineConfig) -> str:
 
 
 def _media(config: EngineConfig) -> str:
-    """Describe how many images or recordings a request may have, or why it may have none although the model takes them."""
+    """Describe how many images or recordings a request may contain, or why none although the model supports them."""
     if config.media is not None:
         return f"at most {config.media.max_items} in a request"
     return "" if config.no_media == NO_IMAGES else f"none: {config.no_media}"
@@ -107,9 +107,9 @@ def _kv_cache(config: EngineConfig, info: DeviceInfo) -> str:
 
 
 class LoadingLine(logging.Handler):
-    """A terminal line, redrawn with the current step of loading and its duration.
+    """Show the current step of loading and the elapsed time in one redrawn terminal line.
 
-    While it is attached, records of `trouper.loading` appear only in it.
+    While it is drawn, log records of `trouper.loading` appear only in this line.
     """
 
     def __init__(self, terminal: TextIO) -> None:
@@ -122,15 +122,12 @@ class LoadingLine(logging.Handler):
         self._last = record.getMessage()
 
     def draw(self, seconds: float) -> None:
-        """Write the line over the one before.
-
-        A later, shorter line overwrites it entirely.
-        """
+        """Replace the line, with the elapsed time in seconds."""
         self._terminal.write(f"{CLEAR}trouper: {self._last} … {seconds:.0f} s")
         self._terminal.flush()
 
     async def keep_drawn(self) -> None:
-        """Draw until this is cancelled, then clear the line."""
+        """Redraw the line until cancelled, then clear it."""
         begun_s = anyio.current_time()
         before = self._logger.level, self._logger.propagate
         self._logger.addHandler(self)

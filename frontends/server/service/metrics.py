@@ -159,12 +159,12 @@ class ServerMetrics(Collector):
         yield kept
         yield CounterMetricFamily(
             f"{self.prefix}:streams_resumed",
-            "Answers of an earlier server that go on.",
+            "Answers of an earlier server that were resumed.",
             value=streams.num_resumed,
         )
         lost = CounterMetricFamily(
             f"{self.prefix}:streams_lost",
-            "Answers of an earlier server that cannot go on.",
+            "Answers of an earlier server that could not be resumed.",
             labels=("reason",),
         )
         for reason, count in streams.num_lost.items():

@@ -1,9 +1,9 @@
 """Declare the requests of the Responses API, and convert each to a chat, together with the conversation before it.  Pure.
 
-The API sends and stores a conversation as items; the engine takes the messages of a chat.  A request adds its items to those of the response
-that it continues.  The input items of a stored response are listed in pages.
+The API sends and stores a conversation as items, but the engine takes the messages of a chat.  A request adds its items to those of the
+response that it continues.  The input items of a stored response are listed in pages.
 
-A null in a body means that the field is not given; the table in `fields.py` decides about all other fields.
+A null in a body means that the field was not sent.  The table in `fields.py` defines the treatment of all other fields.
 """
 
 import re
@@ -90,7 +90,7 @@ def listed(items: Sequence[JSONObject], response_id: str, page: Page) -> JSONObj
 def _place_of(
     name: str, items: Sequence[JSONObject], response_id: str, places: range
 ) -> int | None:
-    """Find the index of an item by its id: a generated id contains the index, and of equal own ids the first in `places` counts."""
+    """Return the index of an item by its id, or None.  A generated id contains the index; among equal ids, the first in `places` counts."""
     _, mark, number = name.rpartition(f"_{response_id}_in")
     if mark and number.isascii() and number.isdigit():
         place = int(number[:9])
@@ -129,7 +129,7 @@ ANSWERS = ("content", "tool_calls", "reasoning_content")
 SHOWN_TEXT = ("reasoning_text", "summary_text")
 TAKEN = "messages, reasoning, compactions, calls and their outputs"
 RESULTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
-# These items record what another server has done.  They hold nothing that a model could read.
+# Items that record an action of another server, without content that a model could read.
 PASSED_OVER = ("web_search_call", "ghost_snapshot")
 SUMMARY = "Summary of the conversation so far:"
 
@@ -211,7 +211,7 @@ def _add_result(transcript: Transcript, place: str, item: JSONObject) -> None:
 def _summary(place: str, item: JSONObject) -> str:
     summary = unseal("compaction", item.get("encrypted_content"))
     if summary is None:
-        advice = "only a compaction of this server can be read"
+        advice = "only a compaction created by this server can be read"
         raise unsupported(f"{place}.encrypted_content", advice)
     return summary
 
@@ -240,7 +240,7 @@ def _reasoning_text(place: str, item: JSONObject) -> str | None:
 
 class ReasoningOptions(msgspec.Struct, kw_only=True):
     effort: str | None = None
-    # The text itself is in the answer, so nothing is summarised.
+    # Accepted without effect, because the answer contains the reasoning itself instead of a summary.
     summary: str | None = None
     generate_summary: str | None = None
 
@@ -293,11 +293,11 @@ INCLUDED = re.compile(r"message\.input_image\.image_url|\w+_call(_output)?\..+")
 
 
 class ResponsesTurn:
-    """A request, and the conversation that it continues.
+    """Combine a request with the conversation that it continues, as items and as chat messages.
 
     Args:
         body: the request.
-        previous: the response before it.  Its model, salt and priority are the defaults.
+        previous: the response before it, whose model, cache salt and priority are the defaults.
         history: the items up to the end of that response.
         is_stored: whether the response is stored for follow-ups.
 
@@ -373,7 +373,7 @@ def _inheriting(body: ResponsesRequest, previous: StoredResponse) -> ResponsesRe
 
 
 def _input_items(request: ResponsesRequest, *, is_first: bool) -> list[JSONObject]:
-    """Return the input as items; a text is a message of the user."""
+    """Return the input as items.  A text becomes a message of the user."""
     if isinstance(request.input, str):
         return [{"type": "message", "role": "user", "content": request.input}]
     if not request.input and is_first:

@@ -1,4 +1,4 @@
-"""Find the responses that a request continues, and store its own."""
+"""Load the conversation that a request continues from the response store, and encode its own response for the store."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -29,7 +29,7 @@ async def recall(
     """Return the request together with the conversation that it continues.
 
     Raises:
-        HTTPError: a named response does not exist, or belongs to another key.
+        HTTPError: the previous response or a referenced item does not exist, or belongs to another key.
         TrouperValidationError, UnsupportedFeatureError: a field is invalid; the error names it.
     """
     store = service.responses
@@ -42,7 +42,8 @@ async def recall(
     if request.previous_response_id is not None:
         previous = find(service, context, request.previous_response_id, "previous_response_id")
         if previous.status not in ("completed", "incomplete"):
-            raise invalid("previous_response_id", f"that response is {previous.status}")
+            text = f"that response is {previous.status}; only a completed or incomplete one can be continued"
+            raise invalid("previous_response_id", text)
         history = await _read(service, context, previous.pieces)
     is_stored = store.is_on and request.store is not False
     turn = ResponsesTurn(request, previous, history, is_stored=is_stored)
@@ -55,7 +56,7 @@ async def recall(
 def find(
     service: Service, context: RequestContext, name: str, parameter: str | None = None
 ) -> StoredResponse:
-    """Return a stored response.  Raises HTTPError (404) if it does not exist; the error is the same if it belongs to another key."""
+    """Return a stored response.  Raises the same HTTPError (404) if it does not exist and if it belongs to another key."""
     found = service.responses.get(name, context.tenant)
     if found is None:
         text = f"Response with id '{clean(name, MAX_ECHO)}' not found. It was evicted, or it belongs to another key."
@@ -74,20 +75,14 @@ async def input_items(
 
 
 def check_is_on(store: ResponseStore, parameter: str | None) -> None:
-    """Raise UnsupportedFeatureError if the server stores no responses.
-
-    The error explains which option turns the store on.
-    """
+    """Raise UnsupportedFeatureError, with the option to change, if the server stores no responses."""
     if not store.is_on:
         text = f"{parameter or 'this route'} is not supported: {NO_MEMORY}"
         raise UnsupportedFeatureError(text, parameter=parameter)
 
 
 def stored_response(turn: ResponsesTurn, response: JSONObject, owner: str) -> StoredResponse:
-    """Convert a response to the form in which it is stored.
-
-    The items are encoded once, and shared with the response that this one continues.
-    """
+    """Convert a response to its stored form.  The items before it are shared with the response that it continues."""
     output = response["output"]
     return StoredResponse(
         owner=owner,
@@ -106,6 +101,7 @@ def _check(request: ResponsesRequest, store: ResponseStore) -> None:
         if getattr(request, name):
             check_is_on(store, name)
     if request.background and request.store is False:
+        # vLLM's text.
         text = "background can only be used when `store` is true"
         raise TrouperValidationError(text, parameter="background")
 
@@ -113,9 +109,9 @@ def _check(request: ResponsesRequest, store: ResponseStore) -> None:
 async def _resolved(
     service: Service, context: RequestContext, items: list[JSONObject]
 ) -> list[JSONObject]:
-    """Replace references to items of earlier responses by the items.
+    """Replace references to items of earlier responses by the items themselves.
 
-    An item may be referenced only once, so a request never reads more than the store contains.
+    Each item may be referenced only once, so that a request never reads more than the store contains.
 
     Raises:
         HTTPError: a referenced item does not exist, or belongs to another key.
@@ -142,7 +138,7 @@ async def _resolved(
 async def _read(
     service: Service, context: RequestContext, pieces: Sequence[bytes]
 ) -> list[JSONObject]:
-    """Decode stored items.  Their bytes count like bytes of the request."""
+    """Decode stored items.  Their bytes count against the limits like bytes of the request's body."""
     num_bytes = sum(map(len, pieces))
     context.num_body_bytes += num_bytes
     return await _here_or_there(service, num_bytes, _items, pieces)

@@ -1,7 +1,7 @@
 """Serve the routes of the Responses API, and define its error format: the usual bodies, but its own events.
 
-Besides creating, reading, cancelling and deleting responses, clients can shorten a conversation (`POST /v1/responses/compact`) or measure it
-(`/v1/responses/input_tokens`) without an answer.
+Besides creating, reading, cancelling and deleting responses, clients can summarise a conversation (`POST /v1/responses/compact`) or count
+its tokens (`/v1/responses/input_tokens`).
 """
 
 import time
@@ -86,7 +86,7 @@ async def count_input_tokens(
 async def compact_response(
     service: Service, context: RequestContext, request: CompactRequest
 ) -> None:
-    """Let the model summarise a conversation.  Returns the user's messages with the summary.
+    """Summarise a conversation with the model.  The reply contains the user's messages and the summary.
 
     Raises:
         HTTPError: the model wrote no summary.
@@ -121,9 +121,9 @@ async def compact_response(
 async def _recalled(
     service: Service, context: RequestContext, request: CompactRequest
 ) -> ResponsesTurn:
-    """Return the conversation for one use, without storing it.
+    """Return the conversation for a single use, without storing it.
 
-    The tools stay in the prompt, so that it shares its prefix with the conversation, but none is called.
+    The tools stay in the prompt, so that its prefix is found in the cache, but `tool_choice` forbids calls.
     """
     choice = "none" if request.tools else None
     given = [] if request.input is None else request.input
@@ -145,7 +145,7 @@ def _texts(output: list[JSONObject]) -> list[str]:
 async def create_response(
     service: Service, context: RequestContext, request: ResponsesRequest
 ) -> None:
-    """Continue a conversation of items: as one reply, as typed events, or in background.
+    """Answer a request as one reply, as a stream of typed events, or in background.
 
     Tools that only OpenAI's servers can run are left out and listed in a header.
     """
@@ -175,7 +175,7 @@ async def create_response(
 async def _recall(
     service: Service, context: RequestContext, request: ResponsesRequest
 ) -> ResponsesTurn:
-    """Return the request with the conversation that it continues, which a durable one keeps."""
+    """Return the request with the conversation that it continues.  A durable request saves it, or restores it if resumed."""
     durable = context.durable
     if durable is None:
         return await recall(service, context, request)
@@ -196,7 +196,7 @@ async def retrieve_response(service: Service, context: RequestContext, _: None) 
     journal = service.journal
     stream = None if journal is None else journal.streams.find(context.key_digest, name)
     if start is not None and stream is not None and stream.attach is None:
-        # The number of an event is its place.
+        # Events are numbered by their position.
         await follow_stream(service, context, stream, start)
         return
     stored = find(service, context, name)
@@ -207,10 +207,7 @@ async def retrieve_response(service: Service, context: RequestContext, _: None) 
 
 
 async def list_input_items(service: Service, context: RequestContext, _: None) -> None:
-    """Return one page of the input items of a stored response.
-
-    They are the whole conversation before it, including the items of earlier responses.
-    """
+    """Return one page of a stored response's input items: the whole conversation before it."""
     _check_found(service)
     page = Page.of(context.query())
     name = _name(context).removesuffix("/input_items")
@@ -244,7 +241,7 @@ async def cancel_response(service: Service, context: RequestContext, _: None) ->
     stored = find(service, context, name)
     response = msgspec.json.decode(stored.body)
     if not response["background"]:
-        text = "Cannot cancel a synchronous response. Only responses made with background can be cancelled."
+        text = "Cannot cancel a synchronous response. Only responses created with background can be cancelled."
         raise HTTPError(400, "invalid_value", text, param="response_id")
     if stored.is_running:
         response["status"] = "cancelled"
@@ -270,7 +267,7 @@ def _wanted_events(query: Mapping[str, Sequence[str]]) -> int | None:
         raise invalid("stream", "must be true or false", stream[:64])
     if stream.lower() == "false":
         if after is not None:
-            raise invalid("starting_after", "needs stream=true")
+            raise invalid("starting_after", "requires stream=true")
         return None
     if after is None:
         return 0
@@ -282,19 +279,19 @@ def _wanted_events(query: Mapping[str, Sequence[str]]) -> int | None:
 async def _start(
     service: Service, context: RequestContext, turn: ResponsesTurn
 ) -> JSONObject | DurableStream:
-    """Start a background task for the request, and return the response so far.
+    """Start a background task for the request, and return the queued response.
 
-    Returns the stream of an earlier request with the same `Idempotency-Key`, if there is one.
+    Returns a stream instead if an earlier request had the same `Idempotency-Key`.
 
     Raises:
-        HTTPError: the server has no room for it.
+        HTTPError: the server has no room for the request.
         UnsupportedFeatureError: the application runs without lifespan events, so there is nothing to run the task.
     """
     if not service.background.is_on:
         raise unsupported("background", "this application runs no background work; use stream")
     with ExitStack() as resources:
         if context.ticket is not None:
-            # Its place becomes free at once.
+            # The task gets a place of its own.
             context.ticket.leave()
         later = context.detached(resources.enter_context(service.enter(context)))
         residency = residency_of(service)
@@ -324,11 +321,11 @@ async def _start(
 
 
 def _check_found(service: Service) -> None:
-    """Check that stored responses can be found.
+    """Check that lookups of stored responses can succeed.
 
     Raises:
-        UnsupportedFeatureError: the server stores none.
-        TrouperError: those of an earlier server are not there yet, because the model is being loaded.
+        UnsupportedFeatureError: the server stores no responses.
+        TrouperError: the responses of an earlier server are not restored yet, because the model is being loaded.
     """
     check_is_on(service.responses, None)
     if service.journal is not None:
@@ -340,7 +337,7 @@ def _name(context: RequestContext) -> str:
 
 
 def _render_event(problem: ErrorBody, number: int) -> dict[str, Any]:
-    """Return the typed event `error`.  It contains the body that makes OpenAI's clients raise an exception."""
+    """Return the typed event `error`, with the body that makes OpenAI's clients raise an exception."""
     return {
         "type": "error",
         "sequence_number": number,

@@ -36,10 +36,7 @@ SHELL_DESCRIPTION = "Runs a command, given as a list of its words, on the user's
 
 
 class ClientTool(NamedTuple):
-    """A tool that the client runs, under the client's names.
-
-    A call in the answer is converted back to this kind and these names.
-    """
+    """Name a tool that the client runs.  A call in the answer is converted back to this kind and these names."""
 
     kind: ToolKind
     name: str
@@ -47,18 +44,18 @@ class ClientTool(NamedTuple):
 
 
 class CustomInput(msgspec.Struct):
-    """The arguments of the function for a custom tool."""
+    """Hold the arguments of the function that represents a custom tool."""
 
     input: str
 
 
 class ResponseTools:
-    """The tools of one request, with the translation to chat functions and back.
+    """Translate the tools of one request to chat functions and back.
 
     Attributes:
         functions: the functions for the chat template.
         shown: the client's tools in use.
-        left_out: types of tools that cannot run here.
+        left_out: the types of the tools that cannot run here.
 
     Args:
         given: the tools in the request.
@@ -92,7 +89,7 @@ class ResponseTools:
         return self._tools.get(function) or ClientTool("function", function)
 
     def client_name(self, parameter: str) -> str:
-        """Translate `tools[i].function…`, a place in the chat, to the client's name of that place."""
+        """Translate `tools[i].function…`, a path in the chat, to the client's path of the same field."""
         number, _, rest = parameter.removeprefix("tools[").partition("]")
         if not number.isdigit() or int(number) >= len(self._places):
             return parameter
