@@ -1,9 +1,8 @@
 """Serve HTTP requests as an ASGI application.  Only this module converts exceptions to responses.
 
-    head limits → key and route → body → place → decoding → handler, next to a task that watches for a disconnect
+    head limits → key and route → body → admission → decoding → handler, next to a task that watches for a disconnect
 
-When the client disconnects or the deadline passes, the scope of the handler is cancelled.  Its generations close, which aborts them
-in the engine.
+When the client disconnects or the deadline passes, the handler is cancelled.  This closes its generations, which aborts them in the engine.
 """
 
 import logging
@@ -56,7 +55,7 @@ LOST_INTERVAL_S = 5.0
 
 
 def create_app(engine: "AsyncLLMEngine", settings: ServerSettings | None = None) -> "App":
-    """Make an ASGI application over a running engine, to serve it or mount it in another application.
+    """Return an ASGI application for a running engine, to serve it or to mount it in another application.
 
     The caller opens and closes the engine.
     """
@@ -76,9 +75,8 @@ class App:
     listener.
 
     Args:
-        is_loopback: only browsers on this machine can connect, so the page is on by default, and may be opened by
-            local names only.
-        names: further names of the listener.
+        is_loopback: whether only this machine can connect.  Then the page is on by default, and accepts only local host names.
+        names: further host names of the listener.
     """
 
     def __init__(
@@ -92,7 +90,7 @@ class App:
     ) -> None:
         self.service = service
         self._residency = residency_of(service)
-        # A prefix of the paths that a proxy does not remove.
+        # A prefix of all paths that the reverse proxy does not strip.
         self._root_path = root_path
         self._settings = service.settings
         settings = service.settings
@@ -116,7 +114,7 @@ class App:
                 await receive()
                 await send({"type": "websocket.close", "code": POLICY_VIOLATION})
             case other:
-                raise NotImplementedError(f"no {other} here")
+                raise NotImplementedError(f"the ASGI scope type {other!r} is not supported")
 
     async def _live(self, receive: Receive, send: Send) -> None:
         """Answer lifespan events, and run background work between them.
@@ -125,7 +123,7 @@ class App:
         """
         message = await receive()
         async with anyio.create_task_group() as tasks:
-            # With several listeners, one of their applications runs the tasks.
+            # If several listeners share the service, only one of their applications runs the tasks.
             if not self.service.background.is_on:
                 await tasks.start(self.service.background.run_tasks, name="background work")
             while message["type"] != "lifespan.shutdown":
@@ -155,14 +153,14 @@ class App:
         return problem
 
     def _note(self, context: RequestContext) -> None:
-        """Count the sent response, and log it."""
+        """Count and log the sent response."""
         route = path_of(context.path)
         self.service.metrics.note_answer(route or "none", context.status)
         if self._settings.logs_access and route not in self._settings.unlogged_paths:
             access_log.info("%s", access_line(context, route))
 
     def _find(self, context: RequestContext) -> Route | None:
-        """Return the route of a request.  Returns None for OPTIONS, which gets a response without content.
+        """Return the route of a request, or None for OPTIONS, which gets an empty response.
 
         Raises:
             HTTPError: the head is too large, the key is wrong, or the route does not exist.
@@ -182,9 +180,9 @@ class App:
         return route
 
     def _trusts_all(self, context: RequestContext, route: Route) -> bool:
-        """Return whether any page of a browser on this machine could use the route, if it were not for its host's name.
+        """Return whether only the check of the host name protects the route from web pages in a browser on this machine.
 
-        Ollama's routes are among them, because they read any content type and need no key if the server has none.
+        This holds for Ollama's routes on a server without keys, because they accept any content type.
         """
         if not self._is_loopback:
             return False

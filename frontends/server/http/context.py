@@ -3,8 +3,10 @@
 A `Route` is an entry of the table of routes.  Its type is here because the context, the service and the OpenAPI document use it,
 and the table imports all handlers.
 
-Laws.  A request gets exactly one response.  After the client disconnected, sending does nothing.  No input larger than its limit is
-kept.
+Laws:
+1. A request gets exactly one response.
+2. After the client has disconnected, sending does nothing.
+3. No input is stored beyond its limit.
 """
 
 import re
@@ -35,16 +37,16 @@ Handler = Callable[[Any, Any, Any], Awaitable[None]]
 
 
 class Route(msgspec.Struct, frozen=True):
-    """The handler of a method and a path, and its description for the OpenAPI document.
+    """Declare the handler of a method and a path, and describe it for the OpenAPI document.
 
     Attributes:
         body: the type of the request's body, or None without a body.
-        generates: whether the engine works for the request, which is then admitted by the gate.
-        pools: whether the route needs a pooling model; it `generates`, too.
-        tokenizes: whether the request is admitted although the engine does not work for it.
+        generates: whether the request uses the engine and must be admitted by the gate.
+        pools: whether the route needs a pooling model.  Such a route `generates`, too.
+        tokenizes: whether the request must be admitted by the gate although it does not use the engine.
         reply: the type of the reply; None means any JSON object.
-        stream_prefix: of the ids of its replies; empty if its answers cannot be durable.
-        choose: finds the route of a body, if one path takes the bodies of several routes.
+        stream_prefix: the prefix of the ids of its replies; empty if its answers cannot be durable.
+        choose: returns the route for a body, if one path accepts the bodies of several routes.
     """
 
     method: str
@@ -60,13 +62,13 @@ class Route(msgspec.Struct, frozen=True):
     query: dict[str, dict[str, Any]] = {}
     tokenizes: bool = False
     pools: bool = False
-    # Chooses the route for a body, given the service and the body.
+    # Called with the service and the body.
     choose: Callable[[Any, Any], "Route"] | None = None
     errors: ErrorForm = OPENAI_ERRORS
     stream_prefix: str = ""
-    # Whether a body of any content type is read as JSON.  A browser's page cannot post one: requests with an Origin are refused.
+    # Whether a body of any content type is parsed as JSON.  Web pages cannot abuse this, because requests with an Origin are refused.
     takes_any_type: bool = False
-    # Whether the body is a form with a file, multipart/form-data, instead of JSON.
+    # Whether the body is a form with a file (multipart/form-data) instead of JSON.
     takes_form: bool = False
 
 
@@ -83,47 +85,42 @@ DONE = b"data: [DONE]\n\n"
 MAX_ID = 128
 MAX_QUERY_FIELDS = 64
 MAX_TIMEOUT_MS = 24 * 60 * 60 * 1000
-# The bytes of a body sent at once.  A server copies them in 0.1 ms.
+# The largest chunk of a body, in bytes.  Copying one takes 0.1 ms.
 MAX_FRAME = 2**20
 UNSAFE_IN_ID = re.compile(r"[^A-Za-z0-9._:@+=/-]")
 encode = msgspec.json.Encoder().encode
 
 
 def event_frame(content: object, name: str | None = None) -> bytes:
-    """Encode a server-sent event.
-
-    `content` becomes one line of JSON after `data:`; with a name, a line `event:` precedes it.  An empty line ends
-    the event.
-    """
+    """Encode a server-sent event: `content` as a `data:` line of JSON, after an `event:` line if it has a name."""
     head = b"" if name is None else b"event: %b\n" % name.encode()
     return b"%bdata: %b\n\n" % (head, encode(content))
 
 
 class DurableAnswer(Protocol):
-    """Keeps the answer to a request in the journal."""
+    """Connect a handler with the journal, for a request with a durable answer."""
 
-    # Seconds of the wall clock at which the request was first accepted.
+    # The time at which the first process accepted the request, in seconds of the wall clock.
     created: int
 
     @property
     def pieces(self) -> Sequence[bytes]:
-        """The conversation that an earlier process has kept."""
+        """The conversation saved by an earlier process, or nothing."""
         ...
 
     def keep_conversation(self, body: bytes, pieces: tuple[bytes, ...]) -> None:
-        """Keep a body with everything that it only names."""
+        """Save a body together with the items to which it refers by id."""
         ...
 
     def attach(self, driver: Any) -> None:
-        """Let the driver of the request keep its tokens."""
+        """Make the request's driver write its tokens to the journal."""
         ...
 
 
 class RequestContext:
-    """One request for a handler: its head, its body on demand, and the methods that send the response.
+    """Give a handler the request's head, its body on demand, and the methods that send the response.
 
-    It guarantees one response for each request: after the first byte, errors can only become events or end the
-    connection.
+    It guarantees one response for each request: after the first byte, an error can only become an event or end the connection.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -133,7 +130,7 @@ class RequestContext:
         path: str = scope["path"]
         self.path = path.removeprefix(root) if path.startswith(f"{root}/") else path
         self.method: str = scope["method"]
-        # Servers may use another type, and capitals.
+        # Normalised, because ASGI servers may use other byte types, and capitals.
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         self.headers = [(bytes(name).lower(), bytes(value)) for name, value in headers]
         self._firsts = dict(reversed(self.headers))
@@ -142,11 +139,11 @@ class RequestContext:
         self.content_length = int(length[:20]) if length.isdigit() else 0
         self.client = _address(scope.get("client"))
         self._began = perf_counter()
-        # The name of the request in the engine and in the log.
+        # The id of the request in the engine and in the log.
         self.id = token_hex(16)
         self.client_id = _sanitised(self.header(b"x-request-id"))
         self.is_gone = False
-        # Whether an administrator has aborted it, so that no generation is started for it any more.
+        # Whether an administrator has aborted the request, so that no further generation may start.
         self.is_aborted = False
         self.has_started = False
         self.status = 0  # of the answer
@@ -156,12 +153,13 @@ class RequestContext:
         self.num_sends = 0
         # The number of events of the stream so far.
         self.num_events = 0
-        self.tenant = ""  # which of the keys
+        # The name of the API key by which usage is counted; empty without keys.
+        self.tenant = ""
         # Whether the listener has control routes, and whether this client may use them.
         self.has_control = self.is_admin = False
-        # The SHA-256 of the key, which means the same in every run; empty without keys.
+        # The SHA-256 of the API key, which identifies the owner across restarts; empty without keys.
         self.key_digest = b""
-        # Requests of one scope share prefixes of the cache.
+        # Only requests with the same scope share cached prefixes.
         self.cache_scope = b""
         # The deadline, and whether the client itself has set one; see `read_timeout`.
         self.timeout_s = 0.0
@@ -173,21 +171,21 @@ class RequestContext:
         )
         self.num_body_bytes = 0
         self.own_headers: Headers = ()  # with every answer
-        # Keeps the answer if it outlives the connection.
+        # Set for a request with a durable answer.
         self.durable: DurableAnswer | None = None
-        # The digests of the `Idempotency-Key` and of the body, if both are to be kept.
+        # The digests of the `Idempotency-Key` and of the body, for a background response.
         self.repeat_key = self.repeat_digest = b""
         self._query: bytes = scope.get("query_string", b"")
         self._raw_path: bytes = scope.get("raw_path") or path.encode(errors="replace")
         self._receive = receive
         self._send = send
-        # Whether what is sent goes to a store in this process, which never waits.
+        # Whether messages go to a store in this process, which never blocks.
         self._is_redirected = False
         self._is_sending = False
 
     @classmethod
     def without_client(cls, path: str) -> Self:
-        """Return the context of a request that goes on without a client: nothing arrives, and what is sent is dropped."""
+        """Return the context of a request without a connection, which receives nothing and drops all messages."""
         return cls({"path": path, "method": "POST", "headers": []}, _receive_nothing, _send_nothing)
 
     def __repr__(self) -> str:
@@ -195,24 +193,21 @@ class RequestContext:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the head of the request arrived.
-
-        It includes the time in the queue of admission, and is compared with the request's deadline.
-        """
+        """The seconds since the head of the request arrived, including the time in the admission queue."""
         return perf_counter() - self._began
 
     @property
     def request_id(self) -> str:
-        """The id that the client has given, or else the server's own.
+        """The client's id of the request, or else the server's, without control characters.
 
-        It appears in the reply, in logs and in traces, so it is cleaned of control characters.
+        It appears in the reply, in logs and in traces.
         """
         return self.client_id or self.id
 
     def name_by(self, request_id: str | None) -> None:
-        """Use the body's `request_id`, unless a header named the request.
+        """Use the body's `request_id` as the client's id, unless a header has set one.
 
-        Headers have precedence because a proxy may have logged them already.
+        The header has precedence, because a proxy may have logged it already.
         """
         self.client_id = self.client_id or _sanitised((request_id or "").encode(errors="replace"))
 
@@ -226,10 +221,7 @@ class RequestContext:
         return other
 
     def redirect(self, send: Send) -> None:
-        """Send everything from now on to `send` instead of the client.
-
-        A background response uses it to record its events while no client is connected.
-        """
+        """Send all further messages to `send` instead of the client, as for a background response."""
         self._send, self._is_redirected = send, True
 
     def header(self, name: bytes) -> bytes | None:
@@ -261,7 +253,7 @@ class RequestContext:
             )
 
     def read_timeout(self, settings: ServerSettings) -> None:
-        """Read the deadline: the client's own if it is earlier than the server's.  Raises HTTPError for an invalid one."""
+        """Set the time limit: `X-Request-Timeout-Ms`, but at most the server's limit.  Raises HTTPError for an invalid header."""
         given = self.header(b"x-request-timeout-ms")
         self.has_deadline = given is not None
         self.timeout_s = settings.request_timeout_s
@@ -275,11 +267,12 @@ class RequestContext:
         """Read the whole body.
 
         Raises:
-            HTTPError: the body is too large, too slow or encoded, or the budget of memory is exhausted.
+            HTTPError: the body is too large, too slow or compressed, or the memory for bodies is exhausted.
             ClientGone: the client disconnected.
         """
         if self.header(b"content-encoding") not in (None, b"", b"identity"):
-            raise HTTPError(415, "encoded_body", "a body must not have a content encoding")
+            text = "a compressed body is not supported; send it without Content-Encoding"
+            raise HTTPError(415, "encoded_body", text)
         if self.content_length > settings.max_body:
             raise too_large(settings.max_body)
         await body.read(
@@ -302,7 +295,7 @@ class RequestContext:
         self, body: bytes, kind: bytes = JSON, status: int = 200, headers: Headers = ()
     ) -> None:
         if self.ticket is not None:
-            # The place becomes free before the client gets its answer and sends another request.
+            # Released first, because the client may send its next request as soon as it has the answer.
             self.ticket.leave()
         length = (b"content-length", str(len(body)).encode())
         await self._start(status, ((b"content-type", kind), length, *headers))
@@ -331,15 +324,12 @@ class RequestContext:
         await self.send_frame(frame)
 
     async def send_frame(self, frame: bytes) -> None:
-        """Send an encoded event.
-
-        The stream must have been started.  Sending waits if the client reads slowly.
-        """
+        """Send an encoded event of a started stream.  Waits if the client reads slowly."""
         self.num_events += 1
         await self._send_chunk(frame)
 
     async def send_comment(self) -> None:
-        """Keep the connection awake; JSON lines have no comments, and nothing is sent while another message is."""
+        """Send a comment to keep the connection alive, unless another message is being sent.  JSON lines have no comments."""
         if not self._is_sending and not self.is_lines:
             await self._send_chunk(b": keep-alive\n\n")
 
@@ -380,12 +370,11 @@ class RequestContext:
             return
         self._is_sending = True
         try:
-            # Servers keep the state of a connection in `send`: cancelled half-way, a frame would be cut.  How long it
-            # may wait is bounded by `listeners.UNREAD_S`.
+            # Shielded, because a cancellation in the middle of `send` would truncate a frame.  `listeners.UNREAD_S` bounds the wait.
             with anyio.CancelScope(shield=True):
                 await self._send(message)
         except OSError:
-            # Some servers raise it after the client disconnected.
+            # Some servers raise it after the client has disconnected.
             self.is_gone = True
         finally:
             self._is_sending = False

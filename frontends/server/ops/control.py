@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 class LoadAdapterRequest(msgspec.Struct, kw_only=True):
-    """`POST /v1/load_lora_adapter`."""
+    """Hold the body of `POST /v1/load_lora_adapter`."""
 
     OTHERS: ClassVar[fields.Others] = fields.ADAPTERS
 
-    # The model that gets the adapter, in a server with several.
+    # The model for which to load the adapter, on a server with several models.
     model: str | None = None
     lora_name: str = ""
     lora_path: str = ""
@@ -38,7 +38,7 @@ class LoadAdapterRequest(msgspec.Struct, kw_only=True):
 
 
 class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
-    """`POST /v1/unload_lora_adapter`."""
+    """Hold the body of `POST /v1/unload_lora_adapter`."""
 
     OTHERS: ClassVar[fields.Others] = fields.ADAPTERS
 
@@ -47,9 +47,9 @@ class UnloadAdapterRequest(msgspec.Struct, kw_only=True):
 
 
 class AbortRequest(msgspec.Struct, kw_only=True):
-    """The body of `POST /abort_requests`.  Without ids, all requests are aborted.
+    """Hold the body of `POST /abort_requests`.  Without ids, all requests are aborted.
 
-    The ids are those of replies and logs; unknown ones are ignored.
+    The ids are those in replies and logs.  Unknown ids are ignored, because a request may just have ended.
     """
 
     request_ids: list[str] | None = None
@@ -126,21 +126,18 @@ async def start_profile(service: Service, context: RequestContext, _: None) -> N
 
 
 async def stop_profile(service: Service, context: RequestContext, _: None) -> None:
-    """End the trace and write it.
-
-    The file can be opened in Perfetto.
-    """
+    """End the trace and write it to a file for Perfetto."""
     service.config.profile_folder()  # raises if no folder is configured
     await service.engine.controls.stop_profile()
     await context.send_empty()
 
 
 def _chosen(service: Service, context: RequestContext, *, is_resting: bool) -> list[Service]:
-    """Return the services of a call: that of its model, or with `?model=*` those of all models that it can change.
+    """Return the services that a call applies to: that of its model, or with `?model=*` those of several models.
 
     Args:
-        is_resting: the call ends a rest, so `*` means the models that an administrator has put to rest; otherwise it
-            means the awake ones.
+        is_resting: whether the call wakes or resumes.  Then `*` selects the models that an administrator has put to sleep or paused,
+            otherwise all awake models.
     """
     residency = residency_of(service)
     if residency is None or _one(context.query(), "model", "") != ALL_MODELS:
@@ -151,7 +148,7 @@ def _chosen(service: Service, context: RequestContext, *, is_resting: bool) -> l
 
 @contextmanager
 def _transition() -> "Generator[None]":
-    """Convert the engine's refusal of a call to an error about the field of the query."""
+    """Convert the engine's refusal of a call to an HTTPError that names the field of the query."""
     try:
         yield
     except TrouperValidationError as error:
@@ -164,10 +161,10 @@ def _transition() -> "Generator[None]":
 
 @contextmanager
 def _held(service: Service, *, is_after: bool) -> "Generator[None]":
-    """Keep several models from moving this one during the block, and after it if it stays asleep or paused.
+    """Keep the residency policy from moving a model during the block, and after it while the model stays asleep or paused.
 
     Raises:
-        HTTPError: the model is not awake, so its sleep is not the administrator's (409).
+        HTTPError: (409) the model is not awake, so the policy controls its state.
     """
     residency = residency_of(service)
     if residency is None:
@@ -175,7 +172,7 @@ def _held(service: Service, *, is_after: bool) -> "Generator[None]":
         return
     model = residency.table.of_service(service)
     if not model.is_awake:
-        text = f"the model {model.name} is {model.state}; POST /models/load wakes it"
+        text = f"the model {model.name} is {model.state}; wake it with POST /models/load"
         raise HTTPError(409, "illegal_transition", text, param="query.model")
     was_paused = model.is_paused
     residency.hold(model, True)
@@ -212,7 +209,9 @@ async def load_adapter(
     root, name = service.settings.lora_root, request.lora_name
     if root is None:
         raise HTTPError(
-            403, "not_allowed", "loading adapters over HTTP needs a server started with --lora-root"
+            403,
+            "not_allowed",
+            "loading adapters over HTTP is disabled; start the server with --lora-root DIR",
         )
     known = service.adapter(name)
     if known is not None and not request.load_inplace:
@@ -227,16 +226,13 @@ async def load_adapter(
         raise
     except (TrouperValidationError, UnsupportedFeatureError) as error:
         raise _broken(error) from error
-    await _tell(context, name, "added")
+    await _confirm(context, name, "added")
 
 
 async def unload_adapter(
     service: Service, context: RequestContext, request: UnloadAdapterRequest
 ) -> None:
-    """Unload an adapter.  Requests that use it finish first.
-
-    Its name is unknown to new requests at once.
-    """
+    """Unload an adapter after the requests that use it.  New requests cannot use its name from now on."""
     if not request.lora_name:
         raise invalid("lora_name", "must name an adapter")
     known = service.adapter(request.lora_name)
@@ -245,11 +241,11 @@ async def unload_adapter(
         rule = f"the adapter {name!r} does not exist"
         raise LoRAAdapterNotFoundError(rule, parameter="lora_name")
     service.engine.adapters.unload(known.lora_int_id)
-    await _tell(context, request.lora_name, "removed")
+    await _confirm(context, request.lora_name, "removed")
 
 
-async def _tell(context: RequestContext, name: str, what: str) -> None:
-    """Answer with vLLM's sentence, which clients compare, and with the adapter's name for clients that read JSON."""
+async def _confirm(context: RequestContext, name: str, what: str) -> None:
+    """Reply with vLLM's sentence, which clients compare, and with the adapter's name for clients that parse the JSON."""
     message = f"Success: LoRA adapter '{name}' {what} successfully."
     await context.send_json({"status": "success", "message": message, "id": name})
 

@@ -1,11 +1,11 @@
 """Serve the routes for operators: health checks, metrics, the state of the server, llama.cpp's routes about it, and the page.
 
-Editors and monitors written for llama.cpp ask `GET /props` and `GET /slots` for the length of the context and for free slots.  A
-slot of llama.cpp corresponds to one of the `max_num_seqs` sequences that run at once.  Slots have no state of their own here, so
-nothing can be saved to or restored from one.
+Editors and monitors for llama.cpp read the context length from `GET /props` and the free slots from `GET /slots`.  A slot of llama.cpp
+corresponds to one of the `max_num_seqs` sequences that run at once.  Slots have no state of their own here, so their state cannot be saved
+or restored.
 
-The modules of the page at `/ui/` are imported at its first request, so a server without viewers neither reads the files of the
-page nor spends time on its state.
+The modules of the page at `/ui/` are imported at its first request, so that a server without viewers neither reads the page's files nor
+spends time on its state.
 """
 
 from collections import Counter
@@ -31,13 +31,13 @@ from trouper.frontends.server.shared.errors import Headers, HTTPError, unavailab
 FOLDER = "/ui/"
 FILE = "/ui/{file}"
 STATE = "/ui/state"
-# The page loads its own files and asks its own server, and nothing else; no text can become markup or a script.
+# The page may load only its own files and contact only its own server, and no text can become markup or a script.
 POLICY = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     b"frame-ancestors 'none'; base-uri 'none'; form-action 'none'; "
     b"require-trusted-types-for 'script'; trusted-types 'none'"
 )
-# With every answer below /ui, errors too.
+# Headers of every response below /ui, including errors.
 SAFETY: Headers = (
     (b"content-security-policy", POLICY),
     (b"x-content-type-options", b"nosniff"),
@@ -54,9 +54,9 @@ def is_below_ui(path: str) -> bool:
 
 
 async def welcome(service: Service, context: RequestContext, _: None) -> None:
-    """Answer a program with one line, and send a browser to the page.
+    """Answer a program with one line, and redirect a browser to the page.
 
-    The model is named only if no key is needed, because this route needs none.
+    This route needs no API key, so the line names the model only if the server has no keys.
     """
     headers: Headers = ((b"vary", b"accept"), (b"cache-control", b"no-store"))
     is_browser = b"text/html" in (context.header(b"accept") or b"")
@@ -99,9 +99,9 @@ async def send_file(service: Service, context: RequestContext, _: None) -> None:
 
 
 async def stream_state(service: Service, context: RequestContext, _: None) -> None:
-    """Stream the state of the server, some times a second, as server-sent events.
+    """Stream the state of the server several times a second, as server-sent events.
 
-    The frames are described on the page of documentation about this route.
+    The documentation describes the frames on its page about the built-in page.
     """
     from trouper.frontends.server.page.feed import watch
 
@@ -112,9 +112,9 @@ SLOT = "/slots/{id}"
 
 
 async def props(service: Service, context: RequestContext, _: None) -> None:
-    """Describe the model and the limits of the server in llama.cpp's form.
+    """Describe the model and the limits of the server in llama.cpp's format.
 
-    The model's path is its served name, because a path would only describe this machine.
+    `model_path` contains the served name instead of the real path, which would reveal the machine's folders.
     """
     config, tokenizer = service.config, service.engine.tokenizer
     name = service.model_names[0]
@@ -180,7 +180,7 @@ def _running(service: Service) -> list[dict[str, Any]]:
 
 
 def _slot(service: Service, id_task: int, num_tokens: int | None) -> dict[str, Any]:
-    """Describe a slot.  `num_tokens` is None for an idle slot, and for a further choice of a request."""
+    """Describe a slot.  `num_tokens` is None for an idle slot, and for all choices of a request but the first."""
     return {
         "id_task": id_task,
         "n_ctx": service.config.max_model_len,
@@ -191,22 +191,21 @@ def _slot(service: Service, id_task: int, num_tokens: int | None) -> dict[str, A
 
 
 def _template(service: Service) -> str:
-    """Return the chat template of the server, else the model's own default one."""
+    """Return the server's chat template, or else the model's default one."""
     tokenizer = service.engine.tokenizer
     own = None if tokenizer is None else tokenizer.chat_templates.get("default")
     return template_text(service.config.chat_template) or own or ""
 
 
-# Timeout in seconds for fresh statistics, because an ending actor may delay them.
+# The time limit for fresh statistics in seconds, because an actor that is shutting down may not answer.
 REFRESH_S = 1.0
 PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 
 
 async def live(service: Service, context: RequestContext, _: None) -> None:
-    """Fail only if no progress is possible any more.
+    """Fail only if the server can never make progress again, so that an orchestrator restarts the process.
 
-    A failed check tells an orchestrator to restart the process; loading and overload are no reasons for that.  With several
-    models a failed one is loaded again, so it is no reason either.
+    Loading and overload are no reasons for a restart.  With several models, a failed model is none either, because it is loaded again.
     """
     if not service.is_starting and residency_of(service) is None:
         service.check_alive()
@@ -225,7 +224,8 @@ async def ready(service: Service, context: RequestContext, _: None) -> None:
     service.check_alive()
     service.check_open()
     if service.engine.lifecycle.is_sleeping:
-        raise unavailable("engine_paused", "the engine is paused or asleep")
+        text = "the engine is paused or asleep; continue with POST /resume or /wake_up"
+        raise unavailable("engine_paused", text)
     _check_load(service)
     await service.prove()
     replicas = service.engine.statistics().replicas
@@ -242,9 +242,9 @@ def _check_load(service: Service) -> None:
 
 
 async def _all_ready(residency: Residency, service: Service, context: RequestContext) -> None:
-    """Check that the server accepts requests, and that the models that must be loaded are.
+    """Check that the server accepts requests and that all preloaded models are loaded, or with `?model=` that this model is.
 
-    Cold and sleeping models do not count against it, because a request wakes them.  `?model=` checks one model.
+    Other cold and sleeping models do not matter, because a request wakes them.
     """
     states = Counter(model.state for model in residency.table)
     shown = ", ".join(f"{num} {state}" for state, num in sorted(states.items()))
@@ -269,7 +269,7 @@ async def _all_ready(residency: Residency, service: Service, context: RequestCon
 async def step_age(service: Service, context: RequestContext, _: None) -> None:
     """Report the seconds since the last step ended, or 0 without work.
 
-    A value above the limit is an error: the device has accepted work and made no progress.
+    A value above the limit is an error (503), because the device has accepted work and makes no progress.
     """
     if residency_of(service) is None:
         service.check_alive()
@@ -290,9 +290,9 @@ async def version(service: Service, context: RequestContext, _: None) -> None:
 
 
 async def server_info(service: Service, context: RequestContext, _: None) -> None:
-    """Show the resolved configuration, the device, and each replica in numbers.
+    """Show the resolved configuration, the device, and the statistics of each replica.
 
-    It belongs to the control routes, because the configuration contains paths of the machine.
+    This is a control route, because the configuration contains paths of the machine.
     """
     residency = residency_of(service)
     if residency is None:
@@ -326,7 +326,7 @@ async def metrics(service: Service, context: RequestContext, _: None) -> None:
     if residency is None and found == [None]:
         raise HTTPError(404, "not_found", "statistics are off (--disable-log-stats)")
     for each in open_services:
-        # An ending engine reports no new statistics, so the last ones are used.
+        # An engine that is shutting down reports no new statistics.  Then the last ones are used.
         with suppress(EngineDeadError), anyio.move_on_after(REFRESH_S):
             await each.engine.refresh_metrics()
     collectors: list[Collector] = [each for each in found if each is not None]

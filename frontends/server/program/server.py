@@ -286,7 +286,7 @@ class Server:
     async def _serve_several(
         self, residency: Residency, addresses: str, engines: TaskGroup, helpers: TaskGroup
     ) -> None:
-        """Serve several models, which are loaded when they are needed.  No model's failure ends the server."""
+        """Serve several models, which are loaded on demand.  A model's failure does not end the server."""
         self._heap.settle()
         names = ", ".join(model.name for model in residency.table)[:MAX_NAMES]
         self._report(f"serving {len(residency.table.models)} models at {addresses}: {names}")
@@ -302,7 +302,7 @@ class Server:
     async def _run_residency(
         self, residency: Residency, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED
     ) -> None:
-        """Keep engines open until all connections are closed."""
+        """Run the engines of several models until all connections are closed."""
         async with anyio.create_task_group() as tasks:
             await tasks.start(residency.carry_out, name="transitions")
             task_status.started()
@@ -351,10 +351,10 @@ class Server:
                 task_status.started(None)
 
     async def _take_journal(self, predecessor: Predecessor, helpers: TaskGroup) -> None:
-        """Wait until the running server accepts no more, and open its journal.
+        """Wait until the running server has stopped accepting, and open its journal.
 
         Raises:
-            TrouperValidationError: it refuses, or the journal cannot be opened.  It goes on then.
+            TrouperValidationError: the running server refuses, or the journal cannot be opened.  Then that server continues.
         """
         name = await anyio.to_thread.run_sync(self._name_model)
         await anyio.to_thread.run_sync(predecessor.take, name)
@@ -371,9 +371,9 @@ class Server:
         return {listener.option: listener.sock for _, listener in self._accepting}
 
     def stop_accepting(self) -> None:
-        # After a signal they have ended, and with them the sockets.
+        # After a signal the listeners have already ended and closed their sockets.
         if not self._shutdown.closing.is_set():
-            # Their ends close the sockets, and they may have to be served again.
+            # Ending listeners close their sockets, so keep copies in case the take-over fails.
             copies = [(app, replace(each, sock=each.sock.dup())) for app, each in self._accepting]
             self._shutdown.leaving.set()
             self._shutdown = replace(self._shutdown, leaving=anyio.Event())
@@ -391,7 +391,10 @@ class Server:
             return None
         num_running = journal.streams.count()["running"]
         if num_running and fingerprint != journal.fingerprint:
-            return f"{num_running} answers of another model are running; the same model goes on with them"
+            return (
+                f"{num_running} durable answers are running, which only the same model can resume; "
+                "start the same model, or wait until they have ended"
+            )
         if not await journal.lend():
             return "cannot be written at present, so durable answers would be lost; try again later"
         return None
@@ -406,16 +409,16 @@ class Server:
         unread = [] if self._service.journal is None else self._service.journal.give()
         for name in unread:
             self._service.background.cancel(name)
-        self._report("another server has taken over, open requests end here")
+        self._report("another server has taken over; this one finishes its open requests")
         self._drain_s = self._shutdown_timeout_s or DRAIN_S
         faulthandler.dump_traceback_later(KEEP_ALIVE_S + self._drain_s + GUARD_S, exit=True)
-        # Clients may still use idle connections, until these are closed by their own time limit.
+        # Clients may still send requests on idle connections, until these reach their own time limit.
         await anyio.sleep(KEEP_ALIVE_S)
         self._service.drain()
         self._shutdown.closing.set()
 
     def _resume(self) -> None:
-        """Go on with the answers of an earlier process, before any client is served."""
+        """Resume the answers of an earlier process, before any client is served."""
         journal = self._service.journal
         if journal is not None:
             responses, streams = journal.take_recovered()
@@ -423,12 +426,12 @@ class Server:
             resume_streams(self._service, streams, durable_route)
 
     async def _run_background(self) -> None:
-        """Run background work until the listeners close; after that no client can ask for its results."""
+        """Run background tasks until the listeners close, because afterwards no client can ask for their results."""
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._service.background.run_tasks, name="background work")
             await self._shutdown.closing.wait()
             if self._service.journal is not None:
-                # Their clients are as good as those of other requests.  The rest goes on in a later process.
+                # Durable answers with connected readers may finish like other requests.  A later process resumes the rest.
                 with anyio.move_on_after(max(0.0, self._drain_s - GRACE_S)):
                     await self._service.journal.streams.wait_unread()
             tasks.cancel_scope.cancel()
@@ -436,7 +439,7 @@ class Server:
     async def _watch_death(self) -> None:
         await self._service.died.wait()
         if not self._shutdown.closing.is_set():
-            self._report("the engine has failed")
+            self._report("the engine has failed; the log above has the error")
         if not self._stays_dead:
             self._shutdown.closing.set()
 
@@ -451,7 +454,7 @@ class Server:
 
     async def _close_connections(self) -> None:
         await anyio.sleep(GRACE_S)
-        self._report("closing connections that do not read their answers")
+        self._report("closing the remaining connections")
         self._shutdown.aborting.set()
 
     def _stop(self, number: int) -> None:
@@ -468,7 +471,7 @@ class Server:
         self._shutdown.closing.set()
 
     async def _leave_loading(self) -> None:
-        """End the process while a thread still loads weights, because the thread cannot be cancelled and nothing is lost."""
+        """Exit the process during loading, because the thread that loads the weights cannot be cancelled."""
         await self._shutdown.closing.wait()
         await anyio.sleep(GRACE_S)
         os._exit(0)
