@@ -514,7 +514,7 @@ async def test_newcomers_wait_for_recovered_streams(life):
         streams = client.service.journal.streams.of(b"")
         other = await client.post(path, {**body, "max_tokens": 1})
         assert (other.status, other.error["code"]) == (503, "overloaded")
-        assert "earlier" in other.error["message"]
+        assert "resuming" in other.error["message"]
         # One try for each event of a recovered stream, and some for the end of the last one.
         tries = 4 * 60 + 20
         while other.status == 503 and tries:

@@ -1,7 +1,7 @@
 """Check the tools of a chat, and convert the calls of its answer to OpenAI's format.  Pure.
 
-Some models' chat templates render the ids of earlier calls and accept only their own form of id, so the table of dialects has a
-column for the form.  An id is a function of the reply, the choice and the call, so it is unique and needs no state.
+Some models' chat templates render the ids of earlier calls and accept only ids of a certain format, which the table of dialects specifies.
+An id is a function of the reply, the choice and the call, so it is unique and needs no state.
 """
 
 import re
@@ -25,10 +25,10 @@ RANDOM = "chatcmpl-tool-"  # vLLM's
 
 
 class CallIds(NamedTuple):
-    """Makes the ids of the calls of one reply.
+    """Make the ids of the calls of one reply.
 
     Attributes:
-        form: the form that the model's dialect needs.
+        form: the format of ids in the model's dialect.
         seed: a string unique to the reply.
         num_before: the number of calls earlier in the conversation.
     """
@@ -44,7 +44,7 @@ class CallIds(NamedTuple):
             index: the number of the call in its choice, from 0.
             name: the name of the tool.
             choice: the number of the choice.
-            prefix: the API's prefix, for models that accept any id; an empty one gives vLLM's form.
+            prefix: the API's prefix, for models that accept any id.  Without it, the id has vLLM's format.
         """
         if self.form == "numbered":
             return f"functions.{name}:{self.num_before + index}"
@@ -57,10 +57,7 @@ class CallIds(NamedTuple):
 
 
 def num_calls(messages: Iterable[Mapping[str, Any]]) -> int:
-    """Count the calls in a conversation.
-
-    Models with numbered calls continue to count where the conversation stopped.
-    """
+    """Return the number of calls in a conversation, after which dialects with numbered calls continue to count."""
     given: list[Any] = [message.get("tool_calls") for message in messages]
     return sum(len(cast("list[Any]", calls)) for calls in given if isinstance(calls, list))
 
@@ -74,7 +71,7 @@ def _spelled(number: int) -> str:
 
 
 MAX_TOOLS = 512
-# Characters of a name.  Anthropic's API and tools of MCP servers need this many.
+# The longest name of a tool in characters, as in Anthropic's API and in MCP servers.
 MAX_NAME = 128
 TOOL_NAME = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_NAME}}}")
 
@@ -87,9 +84,9 @@ class FunctionCall(msgspec.Struct, kw_only=True):
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
-    """A tool call, or a part of one in a stream.  Only parts have an index.
+    """Represent a tool call, or a part of one in a stream.  Only parts have an index.
 
-    In a stream, the first part has id and name; later parts have only more of the arguments' text.
+    In a stream, the first part has id and name, and later parts only more text of the arguments.
     """
 
     index: int | UnsetType = UNSET

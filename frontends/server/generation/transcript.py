@@ -1,9 +1,9 @@
-"""Convert the conversations of all APIs to the engine's form.  Pure.
+"""Convert the conversations of all APIs to the engine's format.  Pure.
 
-The Messages and Responses APIs have their own forms of conversations; `Transcript` builds the messages of a chat from them and
-remembers the client's name of each, for errors.  `seal` packs text, such as past reasoning or a summary, into a string that the
-client sends back later.  Sealing hides nothing, because the client may read the same text in the answer; its prefix distinguishes
-this server's strings from the encrypted ones of other servers.
+The Messages and Responses APIs have their own formats; `Transcript` builds the messages of a chat from them and maps each back to the
+client's field, for errors.  `seal` encodes text, such as past reasoning or a summary, as a string that the client sends back later.
+Sealing hides nothing, because the client can read the same text in the answer.  The prefix distinguishes this server's strings from the
+encrypted ones of other servers.
 """
 
 import binascii
@@ -20,17 +20,15 @@ MAX_PARTS = 256  # in one message
 
 
 def chat_prompt(request: Any, settings: ServerSettings) -> dict[str, Any]:
-    """Convert the conversation of any request to the engine's form.
+    """Convert the conversation of any request, with its tools, template and template variables, to the prompt for the renderer.
 
     Raises:
         TrouperValidationError, UnsupportedFeatureError: a field is invalid; the error names it.
-
-    It includes tools, template variables and the choice of a template; the renderer needs nothing else of the
-    request.
     """
     _check_messages(request.messages)
     if request.chat_template is not None and not settings.trust_request_chat_template:
-        raise invalid("chat_template", "needs a server started with --trust-request-chat-template")
+        rule = "is refused, because the server was started without --trust-request-chat-template"
+        raise invalid("chat_template", rule)
     defaults = dict(settings.default_chat_template_kwargs)
     if (effort := getattr(request, "reasoning_effort", None)) is not None:
         defaults["reasoning_effort"] = effort
@@ -56,7 +54,7 @@ def chat_prompt(request: Any, settings: ServerSettings) -> dict[str, Any]:
         "cache_salt",
     ):
         value = getattr(request, name, None)
-        # An empty list asks for nothing, but templates can test whether it is there.
+        # An empty list means the same as none, but templates may test whether the variable is defined.
         if value is not None and value != []:
             prompt[name] = value
     if choice == "none" and settings.exclude_tools_when_tool_choice_none:
@@ -65,12 +63,15 @@ def chat_prompt(request: Any, settings: ServerSettings) -> dict[str, Any]:
 
 
 def _media_options(request: Any, settings: ServerSettings) -> dict[str, Any]:
-    """Return the request's options of the image processor, which may ask for images of any size."""
+    """Return the request's options for the image processor, which need trust because they can demand images of any size."""
     found: dict[str, Any] = {}
     for name in ("mm_processor_kwargs", "media_io_kwargs"):
         if value := getattr(request, name, None):
             if not settings.trust_request_mm_kwargs:
-                raise invalid(name, "needs a server started with --trust-request-mm-kwargs")
+                rule = (
+                    "is refused, because the server was started without --trust-request-mm-kwargs"
+                )
+                raise invalid(name, rule)
             found[name] = value
     return found
 
@@ -90,18 +91,18 @@ JSONObject = dict[str, Any]
 
 
 class Transcript:
-    """The messages so far, and the client's name for each.
+    """Build the messages of a chat, and map each back to the client's name of its source.
 
-    All parts of one turn of the assistant (reasoning, text and calls) become one message, because chat templates expect that.
+    Reasoning, text and calls of one turn of the assistant become one message, because chat templates expect that.
     """
 
     def __init__(self) -> None:
         self.messages: list[JSONObject] = []
         self._places: list[str] = []
-        # The client's names of parts, for messages whose parts have other numbers than the client gave them.
+        # By index of a message: the client's names of its parts, if the client numbers them differently.
         self._part_places: dict[int, list[str]] = {}
         self._call_ids: set[str] = set()
-        # Images of the last results, with the client's names of them.
+        # Images of the latest tool results, each with the client's name.
         self._result_images: list[tuple[str, JSONObject]] = []
 
     def __repr__(self) -> str:
@@ -111,7 +112,7 @@ class Transcript:
         self._append(place, {"role": role, "content": content})
 
     def add_part(self, place: str, role: str, where: str, part: JSONObject) -> None:
-        """Append a part to the last message if it has this role and parts, or else to a new message.
+        """Append a part to the last message if that has this role and a list of parts, or else to a new message.
 
         Args:
             place: the client's name of the message.
@@ -126,9 +127,9 @@ class Transcript:
         self._part_places.setdefault(number, []).append(where)
 
     def assistant(self, place: str, *ends_at: str) -> JSONObject:
-        """Return the assistant's last message to extend it, or a new one if the last message has one of these fields.
+        """Return the assistant's current message, to extend it.
 
-        Reasoning, text and calls of one turn are separate items in some APIs, but one message in a chat.
+        Starts a new message if the last one has another role or one of the fields `ends_at`.
         """
         last = self.messages[-1] if self.messages else {}
         if last.get("role") != "assistant" or any(name in last for name in ends_at):
@@ -146,8 +147,7 @@ class Transcript:
     ) -> None:
         """Append the result of a tool call.
 
-        Images go to a message of the user behind all results of the turn: templates show images there, and few show
-        those in messages of tools.
+        Its images go to a message of the user after all results of the turn, because few templates render images in messages of tools.
 
         Args:
             place: the client's name of the result.
@@ -169,13 +169,13 @@ class Transcript:
         self._append(place, {"role": "tool", "tool_call_id": call_id, "content": content})
 
     def place_images(self) -> None:
-        """Append the images of the last results, if there are any, as a message of the user."""
+        """Append the images of the latest tool results, if any, as a message of the user."""
         images, self._result_images = self._result_images, []
         for where, part in images:
             self.add_part(where, "user", where, part)
 
     def drop_empty_end(self) -> None:
-        """Drop the last message if it is an empty one of the assistant, which starts no answer."""
+        """Drop the last message if it is an empty message of the assistant, because it contains no beginning of an answer."""
         last = self.messages[-1] if self.messages else {}
         if last.keys() != {"role", "content"} or last["role"] != "assistant":
             return
@@ -184,10 +184,7 @@ class Transcript:
             self._part_places.pop(len(self.messages), None)
 
     def client_name(self, parameter: str) -> str:
-        """Translate `messages[i]…`, a place in the chat, to the client's name of that place.
-
-        Each message remembers from which item of the client's input it came.
-        """
+        """Translate `messages[i]…`, a path in the chat, to the client's path of the same field."""
         number, bracket, rest = parameter.removeprefix("messages[").partition("]")
         if not bracket or not number.isdigit() or int(number) >= len(self._places):
             return parameter
@@ -209,18 +206,15 @@ PREFIX = "trouper:{kind}:"
 
 
 def seal(kind: Kind, text: str) -> str:
-    """Pack a text into a string for the client to keep.
+    """Encode a text as a string that the client stores and sends back.
 
-    The text is encoded, not encrypted: it is the client's own conversation, and only has to return unchanged.
+    It is not encrypted, because it is part of the client's own conversation and only has to return unchanged.
     """
     return PREFIX.format(kind=kind) + urlsafe_b64encode(text.encode(errors="replace")).decode()
 
 
 def unseal(kind: Kind, content: object) -> str | None:
-    """Return the text of a sealed string, or None if this server did not make it.
-
-    A string of another provider is no error; the caller then ignores it.
-    """
+    """Return the text of a sealed string, or None if `content` is not one, for example because another provider made it."""
     prefix = PREFIX.format(kind=kind)
     if not isinstance(content, str) or not content.startswith(prefix):
         return None

@@ -1,11 +1,11 @@
-"""Stream frames to the viewers of the page, and read its files.
+"""Stream frames to the viewers of the page, and serve its files.
 
-A frame is made at most once a period, whatever the number of viewers.  There is no task of its own: all viewers wake at the same
-ticks of the clock; the first one of a tick makes the frame, the others send it too.  Without viewers nothing runs, and a viewer that
-reads slowly misses frames instead of queueing them.
+A frame is made at most once a period, for any number of viewers.  No extra task is needed: all viewers wake at the same ticks of the clock,
+the first one makes the frame, and the others send the same.  Without viewers nothing runs, and a slow viewer misses frames instead of
+queueing them.
 
-Files are read once, at the first request, and kept with their compressed forms.  Only the names in `KINDS` are served, so no path of
-a request reaches the file system.
+Files are read at the first request and cached with their compressed forms.  Only the names in `KINDS` are served, so no path from a request
+reaches the file system.
 """
 
 import gzip
@@ -65,7 +65,7 @@ KINDS = {
 
 
 class PageFile(msgspec.Struct, frozen=True):
-    """One file, its compressed form, and the tag by which a browser knows its version."""
+    """Hold one file, its gzip form, its content type, and its ETag, by which browsers validate their caches."""
 
     content: bytes
     packed: bytes
@@ -74,13 +74,13 @@ class PageFile(msgspec.Struct, frozen=True):
 
 
 def find(name: str) -> PageFile | None:
-    """Return a file of the page, or None for an unknown name or a file that the installation lacks."""
+    """Return a file of the page, or None if the name is unknown or the installation lacks the file."""
     return _read(name) if name in KINDS else None
 
 
 @cache
 def _read(name: str) -> PageFile | None:
-    """Read a file of the table.  The cache holds one entry for each name in it."""
+    """Read a file of the page.  The cache is bounded by the names in `KINDS`."""
     try:
         content = (STATIC / name).read_bytes()
     except OSError:
@@ -89,25 +89,22 @@ def _read(name: str) -> PageFile | None:
     return PageFile(content, gzip.compress(content, 9, mtime=0), KINDS[name], f'"{tag}"'.encode())
 
 
-# Each viewer has a connection with up to 64 KiB in its buffers, so these take 6 MiB.
+# A viewer's connection buffers up to 64 KiB, so all viewers together take 6 MiB.
 MAX_VIEWERS = 100
 # Divisible by the rates that viewers may choose.
 TICKS_PER_S = 12
 RATES = ("1", "2", "3", "4")
 DEFAULT_HZ = "2"
-# Reading the memory of a process takes 12 ms, so it happens in a thread and rarely.
+# Seconds between two measurements of memory, which take 12 ms for each process and therefore run in a thread.
 MEMORY_PERIOD_S = 5.0
 
 
-# By model: the revision of its events that a viewer has.  A model that is loaded again has another engine, with its own events.
+# By model: its events, and the revision that a viewer has received.  A reloaded model has a new engine with new events.
 Since = dict[str, tuple[RecentEvents, int]]
 
 
 class EventFrame(msgspec.Struct, frozen=True):
-    """One event of the page: a sentence, and what is needed to show it once.
-
-    An event with a known id replaces the one that a page has already.
-    """
+    """Hold one event as a sentence for the page.  An event replaces an earlier one with the same id."""
 
     id: int
     model: str
@@ -117,7 +114,7 @@ class EventFrame(msgspec.Struct, frozen=True):
 
 
 class Feed:
-    """Make the frames of one server, and keep the newest one.  Only the event loop of the server uses it."""
+    """Make the frames of one server, and cache the newest one for all viewers.  Only the server's event loop uses it."""
 
     def __init__(self, service: Service) -> None:
         self.num_viewers = 0
@@ -127,9 +124,9 @@ class Feed:
         self._started_at = time.time()
         self._tick = -1
         self._shared = b""
-        # Of the newest frame, by key; None means administrators; they see all requests.
+        # The encoded requests of the newest frame by key.  None is for administrators, which see the requests of all keys.
         self._requests: dict[str | None, bytes] = {}
-        # A model that was stopped keeps the card of its last engine.
+        # By service: its last engine and the model card of that engine, also after the engine was stopped.
         self._cards: dict[Service, tuple[Engine, ModelCard]] = {}
         self._memory: dict[int, int] = {}
         self._measured_s = -math.inf

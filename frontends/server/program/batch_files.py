@@ -1,8 +1,9 @@
 """Answer OpenAI's batch files: each line is handled like an HTTP request, without the network.
 
-Laws.  Each line gets one answer, in the order of the lines, whatever happens to it; only the death of the engine or a failing file ends
-a batch.  At most `max_inflight` lines are in memory, from reading to the ordered output; of earlier lines only a digest of
-each custom_id is kept.  An answer is saved as soon as it exists.
+Laws:
+1. Each line gets one answer, in the order of the lines.  A failing line gets an error; only a failed engine or file ends the batch.
+2. At most `max_inflight` lines are in memory between reading and the ordered output.  Of earlier lines, only a digest of each custom_id is.
+3. An answer is saved as soon as it exists, so that an interrupted batch can continue.
 """
 
 from collections.abc import Callable
@@ -38,10 +39,7 @@ URLS = tuple(route.path for route in ROUTES if route.access == "user" and route.
 
 
 class BatchFile:
-    """One run over a file of requests.
-
-    It keeps a bounded number of requests open, writes answers as they finish, and can continue an interrupted run.
-    """
+    """Run over a file of requests once, with a bounded number of open requests."""
 
     def __init__(
         self,
@@ -51,7 +49,7 @@ class BatchFile:
         note_reply: Callable[[], object] = lambda: None,
         origin: str = "",
     ) -> None:
-        """Make a run.
+        """Prepare a run.
 
         Args:
             note_reply: called after each line of the output.
@@ -80,7 +78,7 @@ class BatchFile:
             TrouperValidationError: a saved answer belongs to another request.
         """
         error: Exception | None = None
-        # The writer holds one, so that `max_inflight` have been read and not been written.
+        # With the slot that the writer holds, at most `max_inflight` lines are read but not written.
         send, receive = anyio.create_memory_object_stream[_Slot](self._max_inflight - 1)
         with receive:
             async with anyio.create_task_group() as tasks:
@@ -119,7 +117,7 @@ class BatchFile:
                         slot.put(saved)
 
     async def _next_line(self, source: BinaryIO) -> bytes:
-        """Return the next line with its end.  An overlong line is cut to one byte more than the limit."""
+        """Return the next line with its newline.  An overlong line is truncated to one byte more than the limit, so that it is refused."""
         limit = self._max_line + 1
         line = await self._in_thread(source.readline, limit)
         rest = line
@@ -142,7 +140,7 @@ class BatchFile:
     async def _save(
         self, reply: BatchReply, answers: Answers, slot: "_Slot", model: object = None
     ) -> None:
-        """Save an answer at once, independent of earlier lines."""
+        """Save an answer without waiting for earlier lines."""
         if reply.has_failed:
             self.num_failed += 1
             self.failures.note(reply, model)
