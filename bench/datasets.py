@@ -85,9 +85,9 @@ Encode = Callable[[str], Sequence[int]]
 
 
 class SampleRequest(msgspec.Struct, frozen=True):
-    """One request: token ids, its text if it was made from one, and a schema that the output must match.
+    """One request: its token ids, its text if it has one, and the schema of its output if it has one.
 
-    Every engine gets the same requests, from the same seed.
+    Equal seeds give every engine equal requests.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -115,7 +115,7 @@ def random_requests(
     range_ratio: float = 0.0,
     prefix_len: int = 0,
 ) -> list[SampleRequest]:
-    """Return prompts of random ids: a shared prefix of `prefix_len` ids, then about `input_len` different ones.
+    """Return prompts of random ids: a shared prefix of `prefix_len` ids, followed by about `input_len` ids of their own.
 
     Both lengths are drawn uniformly from [(1 - range_ratio) len, (1 + range_ratio) len].
     """
@@ -144,9 +144,9 @@ def prefix_repetition_requests(
     vocabulary: Sequence[int],
     rng: random.Random,
 ) -> list[SampleRequest]:
-    """Return prompts in random order, of which equally many begin with each of a few long prefixes.
+    """Return prompts with a few long prefixes, each shared by equally many prompts, in random order.
 
-    They show the effect of prefix caching, and of routing to the replica with the prefix.
+    They show the effect of prefix caching, and of routing requests to the replica with the prefix.
     """
     if num < num_prefixes:
         raise TrouperValidationError(
@@ -165,7 +165,7 @@ def prefix_repetition_requests(
 def edit_requests(
     num: int, encode: Encode, rng: random.Random, *, input_len: int, output_len: int
 ) -> list[SampleRequest]:
-    """Return prompts that request a function of the standard library with its name changed, for greedy decoding.
+    """Return prompts that ask to rename a function of the standard library, for greedy decoding.
 
     Args:
         input_len: maximum number of tokens of a function's source.
@@ -186,7 +186,7 @@ def edit_requests(
 def schema_requests(
     num: int, encode: Encode, rng: random.Random, *, output_len: int
 ) -> list[SampleRequest]:
-    """Return prompts that request the facts of a note as JSON with a schema of eight fields, for greedy decoding.
+    """Return prompts that ask for the facts of a note as JSON with a schema of eight fields, for greedy decoding.
 
     Args:
         output_len: maximum number of output tokens; a record may end earlier.
@@ -257,7 +257,7 @@ def sharegpt_requests(
 def check_fit(requests: Sequence[SampleRequest], max_model_len: int) -> None:
     """Raise TrouperValidationError if a request exceeds the model's context.
 
-    It runs before the measurement, so a bad combination of options fails at once. The message has all numbers.
+    Call it before the measurement, so that a bad combination of options fails at once.
     """
     for number, request in enumerate(requests, 1):
         num_in, num_out = len(request.prompt_token_ids), request.output_len

@@ -28,11 +28,12 @@ from trouper.bench.virtual_time import (
     teach,
 )
 
-# The tokens of a long prompt.
+# Tokens of a long prompt.
 LONG = 20_000
 # Tokens of the small requests that an agent sends during a long one.
 TITLES = 161, 586
-SATISFIED = 3.0  # times alone
+# A request is satisfied if it takes at most this many times as long as on an idle machine.
+SATISFIED = 3.0
 
 
 def titles(machine: VirtualMachine, num_long: int) -> list[VirtualClient]:
@@ -86,7 +87,7 @@ def agents(machine: VirtualMachine) -> list[VirtualClient]:
 
 
 def greedy_key(machine: VirtualMachine) -> list[VirtualClient]:
-    """Make twelve long prompts of one key, short requests of another and one long prompt of a third.
+    """Return twelve long prompts with one key, short requests with another, and one long prompt with a third.
 
     It shows whether one client can take the share of the others.
     """
@@ -111,7 +112,7 @@ def short_only(machine: VirtualMachine) -> list[VirtualClient]:
 
 
 def overload(machine: VirtualMachine) -> list[VirtualClient]:
-    """Make short requests faster than the machine computes them."""
+    """Return short requests that arrive faster than the machine computes them."""
     dice, unit = random.Random(6), machine.alone_s(150)
     return [
         VirtualClient(
@@ -248,9 +249,9 @@ TIMEOUT_S = 600.0
 
 
 class Asked:
-    """One streamed request, and the moments of its tokens.
+    """One streamed request, and the arrival times of its tokens.
 
-    It uses a plain connection and a thread of its own, because many requests are open at the same time.
+    It blocks on a plain connection, so each of several simultaneous requests needs a thread.
     """
 
     def __init__(self, port: int, dice: random.Random, num_prompt: int, max_tokens: int) -> None:
@@ -263,13 +264,11 @@ class Asked:
         self.sent_s = 0.0
 
     def stream(self) -> "Asked":
-        """Send the request, and read its stream to the end.
-
-        The time of each token is recorded.  It blocks its thread.
+        """Send the request, and read its stream to the end, recording the time of each token.
 
         Raises:
 
-            RuntimeError: the server refuses the request.
+            RuntimeError: the server refused the request.
         """
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=TIMEOUT_S)
         self.sent_s = perf_counter()
@@ -329,17 +328,14 @@ def _model(model: str | None, num_positions: int) -> Iterator[str]:
 
 
 class _Scene:
-    """The requests to one server."""
+    """Send the requests of the measurements to one server."""
 
     def __init__(self, port: int, long_tokens: int) -> None:
         self._port, self._long_tokens = port, long_tokens
         self._dice = random.Random(0)
 
     def warm(self) -> None:
-        """Let the server learn what its steps take.
-
-        Its predictions are learnt from steps of several sizes.
-        """
+        """Send requests of several sizes, from which the server learns to predict the duration of its steps."""
         for num_prompt in (60, 200, 300, 700, 1500, self._long_tokens // 2):
             self._ask(num_prompt).stream()
 
@@ -356,13 +352,13 @@ class _Scene:
         }
 
     def _beside(self, num_long: int, alone_s: float, long_alone_s: float) -> dict[str, Any]:
-        """Ask short requests, one after the other, beside long prompts; repeated until enough have been asked."""
+        """Measure short requests, one after the other, while long prompts run.  Repeats until there are `NUM_SHORT`."""
         waits: list[float] = []
         over_own: list[float] = []
         while len(waits) < NUM_SHORT and len(over_own) < MOST_ROUNDS:
             shorts, long_s = self._round(num_long)
             waits += shorts
-            # What the long ones take by themselves, and what the short ones add to it.
+            # Relative to the time of the same long and short requests one after the other on an idle server.
             over_own.append(long_s / (num_long * long_alone_s + len(shorts) * alone_s))
         first = quantiles(waits)
         return {
@@ -373,7 +369,7 @@ class _Scene:
         }
 
     def _round(self, num_long: int) -> tuple[list[float], float]:
-        """Return the first tokens of short requests while long prompts are computed, and the seconds of all these prompts."""
+        """Return the times to the first tokens of short requests while long prompts run, and the seconds for all long prompts."""
         began_s = perf_counter()
         longs = [self._ask(self._long_tokens) for _ in range(num_long)]
         threads = [threading.Thread(target=each.stream) for each in longs]
@@ -381,7 +377,7 @@ class _Scene:
             thread.start()
         shorts: list[Asked] = []
         while not all(each.tokens_s for each in longs) and len(shorts) < NUM_SHORT:
-            # Moments without relation to the steps.
+            # Random pauses, so that requests arrive independently of the server's steps.
             sleep(self._dice.uniform(0, MOST_PAUSE_S))
             shorts.append(self._short().stream())
         for thread in threads:

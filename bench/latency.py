@@ -27,12 +27,12 @@ from trouper.bench.datasets import random_requests
 from trouper.bench.report import PERCENTILES, Latency, Point, percentile
 
 GPU_EVENTS = ("kernel", "gpu_memcpy", "gpu_memset")
-# Shorter gaps occur between any two kernels of a graph.
+# Shorter gaps are not counted as idle time, because they occur between any two kernels of a graph.
 LEAST_IDLE_US = 5.0
 # The methods that the scheduler calls for a step.
 POLICY = ("plan", "apply", "take_outputs")
 NUM_REPEATS = 3
-# This share of a trace is ignored at both ends, where the steps are not steady.
+# This share of a trace is cut off at both ends, because the profiler starts and stops there.
 EDGE = 0.1
 
 
@@ -48,10 +48,7 @@ class TimedStep(NamedTuple):
 
 
 class Watch(msgspec.Struct):
-    """The steps of a run, and the seconds of each call of the policy.
-
-    The wrapped methods append to it while the engine runs. It belongs to one run.
-    """
+    """The steps of one run, and the seconds of each call of the policy, recorded by the methods that `watched` wraps."""
 
     steps: list[TimedStep] = msgspec.field(default_factory=list)
     plan_s: list[float] = msgspec.field(default_factory=list)

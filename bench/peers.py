@@ -70,13 +70,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         quantization: of trouper only; llama.cpp has the quantization of its file.
-        peers: names of engines; None means all that are installed.
+        peers: names of engines; None means all installed ones.
         pythons: the interpreter of an engine's environment, by engine; the default is this environment.
         llama_batched_bench: path of llama.cpp's own benchmark program.
         adapters: folders; the prompts of vLLM and trouper use them alternately.
         rank: the largest rank of the adapters.
         speculation: `speculative_config` of vLLM and trouper, or the arguments of llama.cpp's prompt lookup.
-        model_impl: whose code of the model trouper runs; see `EngineArgs`.
+        model_impl: the implementation of the model in trouper; see `EngineArgs`.
     """
 
     model: str
@@ -219,9 +219,9 @@ class ProcessPeer:
 
 
 class LlamaBinary:
-    """llama.cpp's own `llama-batched-bench`: prompts of its making, and of the same lengths.
+    """llama.cpp's own benchmark, `llama-batched-bench`, to confirm figures measured through its Python package.
 
-    It is the peer's own benchmark, so it can confirm our figures. It prints its own times.
+    It creates its own prompts, of the same lengths, and reports its own times.
     """
 
     ready_s, version = 0.0, "llama-batched-bench"
@@ -367,7 +367,7 @@ def _results(
 
 
 def failed(name: str, code: int, log: str) -> str:
-    """Return the message about a failed engine, with the first error in its log, which causes later ones."""
+    """Return the message about a failed engine: its exit code and the first error in its log, which usually causes the later ones."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     named = (line[found.start() :] for line in lines if (found := ERROR.search(line)))
     return f"{name} exited with code {code}: {next(named, lines[-1] if lines else 'no message')}"

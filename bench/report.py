@@ -85,9 +85,9 @@ def write(path: str, report: dict[str, Any]) -> None:
 
 
 def check_writable(parameter: str, path: str | None) -> None:
-    """Raise TrouperValidationError if a file cannot be written, before a measurement whose result would be lost.
+    """Raise TrouperValidationError, which names the option, if a file cannot be written; call it before the measurement.
 
-    It does not change an existing file. The message names the option.
+    It does not change an existing file.
     """
     try:
         if path is not None:
@@ -172,7 +172,7 @@ def num_good(requests: Sequence[Mapping[str, float]], objectives: Mapping[str, f
 class Latency(NamedTuple):
     """The median and the 99th percentile of one latency, in milliseconds.
 
-    Users notice the slow requests more than the average one. A plot has one line for each of both.
+    A plot has one line for each, because users notice slow requests more than the average one.
     """
 
     median_ms: float
@@ -188,10 +188,9 @@ class Point(NamedTuple):
 
 
 def check_available() -> None:
-    """Raise UnsupportedFeatureError if matplotlib is missing; call it before the measurement.
+    """Raise UnsupportedFeatureError with an install command if matplotlib is missing.
 
-    A missing package would otherwise be noticed only after the measurement. The message contains the command to
-    install it.
+    Call it before the measurement, because otherwise the results would be lost at its end.
     """
     if find_spec("matplotlib") is None:
         raise UnsupportedFeatureError(f"--plot needs matplotlib: {install_hint('bench')}")

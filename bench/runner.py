@@ -29,11 +29,7 @@ LLAMA_BATCH, LLAMA_MICRO_BATCH = 2048, 512
 
 
 class Offline:
-    """The class `LLM` of vLLM or trouper.
-
-    They have the same interface, so one adapter measures both in the same way. The imported module decides which one
-    it is.
-    """
+    """The class `LLM` of vLLM or of trouper, depending on the imported module.  Both have the same interface."""
 
     def __init__(self, options: dict[str, Any], api: str) -> None:
         os.environ.setdefault(f"{api.upper()}_CPU_KVCACHE_SPACE", str(KV_CACHE_GIB))
@@ -49,7 +45,7 @@ class Offline:
             quantization=options.get("quantization"),
             load_format=options["load_format"],
             speculative_config=options.get("speculation"),
-            # vLLM has this option too, but only trouper's way is compared.
+            # vLLM also has this option, but only trouper's implementations are compared.
             **({"model_impl": options["model_impl"]} if options.get("model_impl") else {}),
             **self._with_adapters(api, options),
         )

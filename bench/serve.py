@@ -1,4 +1,4 @@
-"""Put load on an OpenAI-compatible server, which it can also start, and measure what its clients observe.
+"""Put load on an OpenAI-compatible server, which can also be started here, and measure latencies at its clients.
 
 Arrival times follow vLLM's serving benchmark: gamma-distributed gaps (a Poisson process for burstiness 1), scaled so
 that the last request arrives after exactly num / rate seconds. A request is sent at its time even if earlier ones are
@@ -179,7 +179,7 @@ def _take(payload: bytes, now: float, outcome: Outcome) -> str | None:
 
 
 class LocalServer(NamedTuple):
-    """A running server process on this machine. The id allows measuring its memory and processor time."""
+    """A running server process on this machine, with the process id to measure its memory and processor time."""
 
     port: int
     pid: int
@@ -190,7 +190,7 @@ def local_server(*arguments: str) -> Iterator[LocalServer]:
     """Run `trouper serve` with these arguments on a free port until the block ends.
 
     Raises:
-        SystemExit: the server did not start, or ended with another code than 0.
+        SystemExit: the server did not start, or exited with a code other than 0.
     """
     command = [sys.executable, "-m", "trouper", "serve", *arguments, "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
@@ -211,7 +211,7 @@ def local_server(*arguments: str) -> Iterator[LocalServer]:
             server.terminate()
             reader.join()
     if server.returncode:
-        raise SystemExit(f"the server ended with {server.returncode}")
+        raise SystemExit(f"the server exited with code {server.returncode}")
 
 
 @contextmanager
@@ -418,9 +418,9 @@ def evaluate(outcomes: Sequence[Outcome], duration: float, load: RequestLoad) ->
 
 
 def most_at_once(outcomes: Sequence[Outcome]) -> int:
-    """Return the largest number of requests that were open at one moment.
+    """Return the largest number of simultaneously open requests, which may be below the allowed concurrency if the server is fast.
 
-    It may be below the allowed concurrency, if the server is fast enough.
+    Reports and plots show it.
     """
     edges = [(o.sent, 1) for o in outcomes] + [(o.ended, -1) for o in outcomes]
     highest = now = 0

@@ -1,6 +1,6 @@
-"""Offline throughput of trouper, vLLM or transformers on the same requests.
+"""Measure the offline throughput of trouper, vLLM or transformers on the same requests.
 
-vLLM and trouper have one API, so one class drives both.
+vLLM and trouper have the same API, so one class runs both.
 """
 
 import json
@@ -52,7 +52,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
         return self.backend.endswith("-chat")
 
     def check(self, engine_args: EngineArgs, dataset_name: str) -> None:
-        """Check the options before anything is loaded; two of the texts are vLLM's.
+        """Check the options before anything is loaded.  Two of the messages are vLLM's.
 
         Raises:
             TrouperValidationError: options contradict each other.
@@ -79,7 +79,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
         # These backends have no grammars.
         if dataset_name == "schema" and self.backend in ("hf", "hf-cb"):
             raise UnsupportedFeatureError(
-                f"--dataset-name schema: not with --backend {self.backend}"
+                f"--dataset-name schema is not supported with --backend {self.backend}"
             )
         package = PACKAGES.get(self.backend)
         if package is not None and find_spec(package) is None:

@@ -1,7 +1,7 @@
 """Run requests through the real scheduling policy on a device in virtual time.
 
-A model of a machine gives the duration of each step, with noise. Latencies of minutes of load are computed in a second,
-and do not depend on what else runs on this machine.
+A model of a machine determines the duration of each step, with noise. Minutes of load are simulated in a second, and other work
+on this machine does not affect the figures.
 """
 
 import math
@@ -27,22 +27,25 @@ from trouper.params import RequestOutputKind, SamplingParams
 BLOCK_SIZE = 16
 # Enough blocks for every workload, because memory is not studied here.
 NUM_BLOCKS = 200_000
-# The time from an answer to the next step if no plan was waiting.
+# Seconds from the result of a step to the start of the next one, if its plan was not already queued.
 ROUND_TRIP_S = 0.0005
-# The number of steps that a server has measured before.
+# Number of steps from which the model of step times is trained.
 NUM_LEARNT = 32
 TOKEN = 7
 
 
 class VirtualMachine(msgspec.Struct, frozen=True):
-    """A device: seconds of a step as `StepTimes` has them, and the token budget of a step."""
+    """A model of a device: the coefficients of a step's duration, as in `StepTimes`, and the token budget of a step.
+
+    It is exact; the run adds noise.
+    """
 
     name: str
     coefficients: tuple[float, float, float, float, float, float]
     step_tokens: int
 
     def seconds(self, work: StepWork) -> float:
-        """Return what a step takes without noise."""
+        """Return the duration of a step in seconds, without noise."""
         base, chunk, token, row, pair, context = self.coefficients
         has_chunk, num_tokens, num_rows, num_pairs, num_context = work
         return (
@@ -50,11 +53,14 @@ class VirtualMachine(msgspec.Struct, frozen=True):
         ) + context * num_context
 
     def alone_s(self, num_tokens: int) -> float:
-        """Return the time to the first token of a prompt that has the machine for itself, in steps of the token budget."""
+        """Return the time to the first token of a prompt on an idle machine, in steps of the token budget.
+
+        Slowdowns are ratios to this time.
+        """
         starts = range(0, num_tokens, self.step_tokens)
         counts = [min(self.step_tokens, num_tokens - start) for start in starts]
         works = (
-            # A prompt of one token is a chunk all the same.
+            # Even a prompt of one token counts as a chunk of a prompt, not as a decoding sequence.
             StepWork(1, count, 0, count * (start + count / 2), 0)
             for count, start in zip(counts, starts, strict=True)
         )
@@ -71,7 +77,7 @@ MACHINES = {
 
 
 class VirtualClient(msgspec.Struct):
-    """One request, and what became of it; times are virtual seconds."""
+    """One request and its measurements; times are virtual seconds."""
 
     arrival_s: float
     num_prompt: int
@@ -80,21 +86,22 @@ class VirtualClient(msgspec.Struct):
     key: str = ""
     priority: int = 0
     is_stream: bool = True
-    # The tokens, if they matter.
+    # The prompt's token ids, or empty if only their number matters.
     prompt: tuple[int, ...] = ()
     tokens_s: list[float] = []
     # The predicted time to its first token, or 0 without a prediction.
     expected_s: float = 0.0
-    is_least: bool = False  # a lower bound
+    # Whether `expected_s` is only a lower bound.
+    is_least: bool = False
 
     @property
     def first_token_s(self) -> float:
-        """Return the time from its arrival to its first token."""
+        """The time from the request's arrival to its first token."""
         return self.tokens_s[0] - self.arrival_s
 
     @property
     def gaps_s(self) -> list[float]:
-        """List the times between its tokens."""
+        """The times between the request's tokens."""
         return [
             after - before for before, after in zip(self.tokens_s, self.tokens_s[1:], strict=False)
         ]
@@ -105,7 +112,7 @@ class Played(msgspec.Struct):
 
     total_s: float
     clients: Sequence[VirtualClient]
-    # For each step its estimate, 0 before it is known, and its seconds.
+    # For each step its estimated seconds (0 without an estimate) and its actual ones.
     steps: list[tuple[float, float]]
 
 
@@ -115,7 +122,7 @@ def policy_of(
     shared: Shared | None = None,
     **settings: Any,
 ) -> Policy:
-    """Make a policy as a server on this machine has it; `settings` win."""
+    """Create a policy with the settings of a server on this machine, overridden by `settings`."""
     config = {
         "max_model_len": 200_000,
         "max_num_scheduled_tokens": machine.step_tokens,
@@ -141,7 +148,7 @@ def replicas_of(
 
 
 def teach(times: StepTimes, machine: VirtualMachine, seed: int = 1, noise: float = 0.1) -> None:
-    """Train the model of step times, so that it is like that of a running server."""
+    """Train a model of step times with simulated steps, like that of a running server."""
     dice = random.Random(seed)
     for i in range(2 * NUM_LEARNT):
         if i % 2:
@@ -154,17 +161,17 @@ def teach(times: StepTimes, machine: VirtualMachine, seed: int = 1, noise: float
 
 
 class VirtualDevice:
-    """One policy, and the clock of the machine that computes its plans."""
+    """A policy, and the clock of the virtual machine that computes its plans."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        # Plans in flight, each with its end and its seconds.
+        # Plans in flight, each with the time of its end and its duration.
         self.out: deque[tuple[StepPlan, float, float]] = deque()
         self.free_at = self.eldest_s = 0.0
 
     @property
     def answer_s(self) -> float:
-        """The moment of the next answer."""
+        """The time of the next result of a step."""
         return self.out[0][1] if self.out else math.inf
 
 
@@ -194,7 +201,7 @@ class VirtualRun:
             client.tokens_s = []
 
     def finish(self) -> Played:
-        """Play to the end."""
+        """Simulate until all requests have ended."""
         coming = deque(sorted(enumerate(self._clients), key=lambda pair: pair[1].arrival_s))
         while coming or any(device.out for device in self._devices):
             arrival_s = coming[0][1].arrival_s if coming else math.inf
@@ -252,12 +259,12 @@ class VirtualRun:
         news = self._policy.take_outputs()
         for entry in news.sequences if news else ():
             if entry.finish_reason in ("error", "abort"):
-                raise RuntimeError(f"request {entry.id} ended with {entry.error}")
+                raise RuntimeError(f"request {entry.id} failed: {entry.error}")
             self._clients[entry.id].tokens_s += [self._now] * len(entry.token_ids)
 
 
 def admission(number: int, client: VirtualClient) -> Admit:
-    """Make a client's request."""
+    """Return the message that admits a client's request to the policy."""
     kind = RequestOutputKind.DELTA if client.is_stream else RequestOutputKind.FINAL_ONLY
     return Admit(
         id=RequestId(SequenceId(number)),

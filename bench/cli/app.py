@@ -1,6 +1,6 @@
-"""The table of commands of `trouper bench`, and its commands with few options: `startup`, `fairness` and `peers`.
+"""Define the group `trouper bench`, and its commands with few options: `startup`, `fairness` and `peers`.
 
-The other commands have modules of their own.  Each imports what it measures when it runs, so the help of all of them is fast.
+Each command imports what it measures only when it runs, so that help is fast.
 """
 
 from collections.abc import Iterable, Iterator
@@ -95,16 +95,16 @@ def _server_lines(results: Iterable[dict[str, Any]]) -> Iterator[str]:
     """Make a table with a line for each number of long prompts, and one for streams."""
     for result in results:
         alone_ms = 1000 * result["short_alone_s"]["p50"]
-        yield f"{result['order']}: a short request alone {alone_ms:.0f} ms, a long one {result['long_alone_s']:.2f} s"
+        yield f"{result['order']}, on an idle server: a short request {alone_ms:.0f} ms, a long one {result['long_alone_s']:.2f} s"
         for num, found in result["beside"].items():
             over = found["over_alone"]
             yield (
-                f"  beside {num:2} long: {found['num_short']} short, over alone p50 {over['p50']:.1f}, p95 {over['p95']:.1f}; "
-                f"the long over their own work and that of the short {found['long_over_own']:.2f}"
+                f"  with {num:2} long: {found['num_short']} short took p50 {over['p50']:.1f}, p95 {over['p95']:.1f} times as long; "
+                f"all together {found['long_over_own']:.2f} times as long as one after the other"
             )
         gaps = result["streams"]["gap_s"]
         alone, beside = (1000 * gaps[name]["p99"] for name in ("alone", "beside"))
-        yield f"  gap between tokens of streams, p99: alone {alone:.0f} ms, beside a long prompt {beside:.0f} ms"
+        yield f"  gap between tokens of streams, p99: {alone:.0f} ms, with a long prompt {beside:.0f} ms"
 
 
 def _table_lines(results: list[dict[str, Any]]) -> Iterator[str]:

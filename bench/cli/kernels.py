@@ -130,7 +130,7 @@ def _cuda_ops(device: str) -> Any:
         from trouper.kernels.cuda.launch import INTERPRETED  # pyright: ignore[reportUnknownVariableType]
     except ModuleNotFoundError as error:
         raise UnsupportedFeatureError(
-            f"--device {device} needs {error.name}: {install_hint('cuda')}"
+            f"--device {device} needs the package {error.name}: {install_hint('cuda')}"
         ) from None
     if device == "cuda":
         problem = "TRITON_INTERPRET is set" if INTERPRETED else cuda_problem()

@@ -200,7 +200,7 @@ def throughput(
 
 
 def _record(runs: "Sequence[Run]") -> dict[str, Any]:
-    """Return the record of all runs under vLLM's keys; the elapsed time is the median."""
+    """Return the record of all runs under vLLM's keys, with the median elapsed time."""
     from trouper.bench.report import repeats
 
     seconds, tokens = median(run.seconds for run in runs), runs[0].num_tokens

@@ -1,4 +1,4 @@
-"""`trouper bench tier`: what the tier on disk costs and saves, with disks of different quality."""
+"""`trouper bench tier`: measure what the tier on disk costs and saves, with a fast, a slow and a hanging disk."""
 
 import random
 import tempfile
@@ -16,15 +16,16 @@ import typer
 from trouper.bench.cli.options import ReportOptions, note
 from trouper.frontends.cli.options import expand_options
 
-# Bytes per second of the slow disk.
+# Simulated rate of the slow disk, in bytes per second.
 SLOW = 2**20
-# The tier writes in the background; its files are complete when the folder has not grown for this long.
+# The tier writes in the background.  Its files count as complete when the folder has not grown for QUIET_S; wait at most
+# MOST_QUIET_S.
 QUIET_S, MOST_QUIET_S = 0.5, 120.0
 FIRST_ID, LAST_ID = 10, 200
 
 
 class _TierRun(NamedTuple):
-    """One engine from start to end, with the same prompts as the others of its round."""
+    """The measurements of one engine, which gets the same prompts as the other engines of its round."""
 
     first_token_s: float
     load_s: float
@@ -81,7 +82,7 @@ def tier(
 
 
 class _Engines:
-    """The engines of a round, which use one folder one after another."""
+    """Run the engines of a round one after the other, with the same folder."""
 
     def __init__(self, model: str, folder: Path, options: dict[str, Any]) -> None:
         self._model, self._folder, self._options = model, folder, options
@@ -89,7 +90,7 @@ class _Engines:
     def play(
         self, prompts: Sequence[list[int]], output_len: int, *, is_last_without: bool
     ) -> dict[str, _TierRun]:
-        """Run each engine.  Every other round the one without a tier comes last, because machines get warm."""
+        """Run each engine.  In every other round the one without a tier runs last, because a machine's speed drifts."""
         from trouper.actors.executor.steps.tier_files import TierDisk
 
         class Slow(TierDisk):
@@ -119,7 +120,7 @@ class _Engines:
         found["empty"] = self._run(prompts, output_len, TierDisk, settle=self._settle)
         found["filled"] = self._run(prompts, output_len, TierDisk)
         found["slow"] = self._run(prompts, output_len, Slow)
-        # The thread must not be left behind, so the disk goes on when everything is measured.
+        # The hanging disk continues after the measurement, because otherwise its thread would never end.
         found["hanging"] = self._run(prompts, output_len, Hanging, settle=goes_on.set)
         return {"off": without(), **found} if is_last_without else found
 
@@ -148,7 +149,7 @@ class _Engines:
                 results = llm.generate(given, params, use_tqdm=False)
                 return time.perf_counter() - began, results
 
-            # Record the steps, and let the scheduler learn what they take.
+            # Warm up: record the steps, and let the scheduler learn their durations.
             answers([[5] * max(32, len(prompts[0]) // 4)], 16)
             first_s, (first,) = answers(prompts[:1], 1)
             load_s, results = answers(prompts[1:], output_len)
@@ -168,7 +169,7 @@ class _Engines:
 
 @contextmanager
 def _disk_of(disk: Callable[[], Any] | None) -> Iterator[None]:
-    """Let engines use this disk.  No file system is slow on request, and no option makes the tier slow."""
+    """Replace the disk of engines in the block, because a real disk cannot be made slow on purpose."""
     from trouper.actors.executor.steps import tier_thread
 
     with mock.patch.object(tier_thread, "TierDisk", disk or tier_thread.TierDisk):

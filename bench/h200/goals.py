@@ -44,10 +44,7 @@ class Goal(NamedTuple):
         return f"{self.model} {self.kind}{suffix}"
 
     def shrunk(self) -> "Goal":
-        """Return a tiny version of the case, to test the procedure in seconds.
-
-        The tests run the whole procedure with it on a CPU. Its kind stays the same.
-        """
+        """Return a tiny version of the case, of the same kind, with which the tests run the whole procedure on a CPU in seconds."""
         batch, length = min(self.batch_size, TINY_BATCH), min(self.length, TINY_LENGTH)
         return self._replace(model="tiny", batch_size=batch, length=length)
 

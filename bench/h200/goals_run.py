@@ -145,8 +145,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the goals of one geometry.")
     parser.add_argument("model", choices=sorted({goal.model for goal in GOALS}))
     parser.add_argument("report")
-    parser.add_argument("--peer", help="not trouper but transformers-cb, say")
-    parser.add_argument("--tiny", action="store_true", help="only try it: a tiny model and batch")
+    parser.add_argument("--peer", help="engine to measure instead of trouper, e.g. transformers-cb")
+    parser.add_argument("--tiny", action="store_true", help="test the procedure with a tiny model")
     options = parser.parse_args()
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit("terminated")

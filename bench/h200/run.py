@@ -130,7 +130,7 @@ def _dummy(model: str) -> tuple[str, ...]:
 
 
 def missing_packages() -> list[str]:
-    """List the packages that pyproject.toml names for running and testing and this environment lacks.
+    """List packages that pyproject.toml requires for running and testing, and that are not installed.
 
     They are printed at the start, because a missing one fails only some of the jobs.
     """
@@ -159,7 +159,7 @@ def run_jobs(wanted: Sequence[GpuJob], folder: Path, budget_s: float) -> Iterato
         if path.exists():
             yield f"{job.name}: done before"
         elif job.num_gpus > 1 and job.num_gpus > (found := num_devices()):
-            yield f"{job.name}: left out, it needs {job.num_gpus} GPUs and {found} can be seen"
+            yield f"{job.name}: skipped, because it needs {job.num_gpus} GPUs (visible: {found})"
         elif left_s < min(job.limit_s, budget_s) / 2:
             yield f"{job.name}: NOT RUN, {left_s:.0f} s are left; call again"
         else:
@@ -241,19 +241,21 @@ def main() -> None:
     )
     parser.add_argument("--budget", type=float, default=570, help="seconds for this call")
     parser.add_argument(
-        "--again", action="store_true", help="run them although their reports are there"
+        "--again", action="store_true", help="also run jobs that already have a report"
     )
-    parser.add_argument("--tiny", action="store_true", help="only try it, on the CPU")
+    parser.add_argument("--tiny", action="store_true", help="test the procedure on the CPU")
     options = parser.parse_args()
     if not PROJECT.is_file():
-        sys.exit("run it in a checkout of trouper: its tests and its pyproject.toml are not here")
+        sys.exit(
+            "run this command in a checkout of trouper: pyproject.toml and tests are not in the current folder"
+        )
     default = Path(mkdtemp(prefix="trouper-")) if options.tiny else Path("bench/results/h200")
     folder: Path = options.out or default
     folder.mkdir(parents=True, exist_ok=True)
     if missing := missing_packages():
         print(f"missing here: {' '.join(missing)}", flush=True)
     if not options.tiny and not report.gpus():
-        sys.exit("no GPU here: nvidia-smi finds none; --tiny tries the command")
+        sys.exit("no GPU: nvidia-smi finds none; use --tiny to test the procedure on the CPU")
     chosen = [
         job for job in jobs(is_tiny=options.tiny) if any(part in job.name for part in options.only)
     ]

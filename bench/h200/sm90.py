@@ -29,7 +29,7 @@ TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 
 
 class Compiled(msgspec.Struct, frozen=True):
-    """One kernel as the driver would have loaded it, with its use of resources.
+    """A compiled kernel, with its use of registers, memory and instructions.
 
     Spilled registers or unused matrix units show a bad configuration, even without a GPU.
     """
@@ -38,7 +38,7 @@ class Compiled(msgspec.Struct, frozen=True):
     case: str
     config: dict[str, int]
     registers: int
-    # Bytes for each thread.  Spilled registers are stored there.
+    # Bytes of stack per thread, which hold spilled registers.
     stack: int
     # The number of instructions that load from or store to local memory.
     spills: int
@@ -92,7 +92,7 @@ def compile_all(kernel: str = "", case: str = "") -> Iterator[Compiled]:
         RuntimeError: TRITON_INTERPRET is set, so nothing would be compiled.
     """
     if INTERPRETED:
-        raise RuntimeError("TRITON_INTERPRET is set, and nothing would be compiled")
+        raise RuntimeError("TRITON_INTERPRET is set, so nothing would be compiled; unset it")
     driver = OfflineDriver()
     triton.runtime.driver.set_active(cast("Any", driver))
     wanted = [cases() for name, cases in CASES.items() if kernel in name]
@@ -100,7 +100,7 @@ def compile_all(kernel: str = "", case: str = "") -> Iterator[Compiled]:
         driver.loaded.clear()
         one.launch()
         for position, (name, code, shared) in enumerate(driver.loaded):
-            # The second launch merges the results of the first.
+            # A case has up to two launches; the second merges the results of the first.
             is_first = position == 0
             yield Compiled(
                 kernel=name.strip("_").removesuffix("_kernel"),

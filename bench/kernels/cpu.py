@@ -87,7 +87,7 @@ def kv_write(s: Shapes) -> Iterator[Case]:
 def gemm(s: Shapes, *, is_compressed: bool = True) -> Iterator[Case]:
     """Yield the four matrix products of a layer, and the logits of one token.
 
-    With `is_compressed`, bfloat16 weights are also measured in twelve bits. Each has its own shape.
+    With `is_compressed`, bfloat16 weights are also measured in 12 bits.
     """
     heads = s.num_q * s.width
     qkv = heads + 2 * s.num_kv * s.width
@@ -160,7 +160,7 @@ def draws(s: Shapes) -> Iterator[Case]:
 def decode_attention(s: Shapes) -> Iterator[Case]:
     """Yield attention in which every token is the newest of its own sequence.
 
-    It is limited by reading keys and values, so the time should grow with the context only.
+    Reading keys and values is the limit, so the time should grow only with the context.
     """
     starts, counts = [s.context - 1] * s.num_tokens, [1] * s.num_tokens
     num_bytes = 2 * s.item * s.num_kv * s.context * s.num_tokens * s.width
@@ -210,7 +210,7 @@ def _attention(
 def qk_norm_rope_kv_write(s: Shapes) -> Iterator[Case]:
     """Yield the norm and rotation of q and k with the write to the cache; only q is checked.
 
-    It is one launch for four operations that would otherwise each read the tensor.
+    One launch does four operations, each of which would otherwise read the tensor.
     """
     num_heads = s.num_q + 2 * s.num_kv
     qkv = torch.randn(s.num_tokens, num_heads, s.width).to(s.dtype)
@@ -359,7 +359,7 @@ def sum_of_ranks(s: Shapes) -> Iterator[Case]:
 def sum_by_gloo(s: Shapes) -> Iterator[Case]:
     """Yield the sum of two ranks by gloo, torch's collective library for CPUs.
 
-    It has no residual and norm, so it does less work than `sum_of_ranks`.
+    Gloo adds no residual and computes no norm, so this is less work than `sum_of_ranks`.
     """
     if not _has_shared_sum(s):
         return
@@ -382,7 +382,7 @@ def sum_by_gloo(s: Shapes) -> Iterator[Case]:
 def pack_kv(s: Shapes) -> Iterator[Case]:
     """Yield the packing of a KV block of four layers for the tier on disk.
 
-    Its shape ends with the ratio of the sizes. Other numbers than bfloat16, and short blocks, are not packed.
+    The shape in the table ends with the compression ratio. Only bfloat16 is packed, and only in blocks that are not too short.
     """
     for codec, raw, payload, sizes in _packed_block(s):
 

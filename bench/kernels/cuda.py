@@ -49,7 +49,7 @@ NUM_LORAS, RANK = 8, 16
 
 
 class _Adapted(NamedTuple):
-    """The product of gate and up with adapters, which the rows use alternately."""
+    """The product of gate and up with several adapters; consecutive rows use different ones."""
 
     weights: TritonLoRA
     parts: list[LowRank]  # of the first adapter
@@ -149,7 +149,7 @@ TOP_K, TOP_P, NUM_LOGPROBS = 50, 0.9, 20
 def products(s: Shapes) -> Iterator[Case]:
     """Yield cuBLAS products: the four of a layer, and the head.
 
-    They are the limit that the other kernels should not exceed in time. Each case has the shape of a model's layer.
+    They are the reference for the speed of the other kernels. Each case has the shape of a model's layer.
     """
     heads = s.num_q * s.width
     for num, inputs, outputs in (

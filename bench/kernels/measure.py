@@ -69,9 +69,9 @@ def seconds_of(call: Callable[[], object], sample_s: float = SAMPLE_S) -> float:
 
 
 def once(call: Callable[[], object]) -> float:
-    """Return the time of a single call in seconds, for calls too slow to repeat.
+    """Return the time of a single call in seconds, for calls too slow to repeat, such as those in Triton's interpreter.
 
-    The interpreter of Triton takes seconds for each call. It includes everything.
+    There is no warm-up call.
     """
     started = perf_counter()
     call()
@@ -79,9 +79,9 @@ def once(call: Callable[[], object]) -> float:
 
 
 def samples(call: Callable[[], object], sample_s: float = SAMPLE_S) -> list[float]:
-    """Return `NUM_SAMPLES` times of one call, each the mean over at least `sample_s` seconds.
+    """Return `NUM_SAMPLES` times of one call in seconds, each the mean over at least `sample_s` seconds.
 
-    The first calls warm up caches and are not counted. Each is in seconds.
+    The first calls warm up caches and are not counted.
     """
     call()
     started = perf_counter()
@@ -316,7 +316,7 @@ def measure(
 
 
 def _error(name: str, case: Case, dtype: torch.dtype) -> float:
-    """Return the largest error of a result relative to its largest value; integers must be equal.
+    """Return the largest error of a result, relative to the largest value of the reference; integers must be equal.
 
     Raises WrongResultError if the error exceeds the tolerance of the dtype.
     """
@@ -326,5 +326,7 @@ def _error(name: str, case: Case, dtype: torch.dtype) -> float:
     error = (found.double() - expected.double()).abs().max().item() / largest
     limit = TOLERANCE[dtype] if expected.is_floating_point() else 0
     if not error <= limit:
-        raise WrongResultError(f"{name} {case.shape}: wrong by {error:.2g}, {limit:g} is allowed")
+        raise WrongResultError(
+            f"{name} {case.shape}: relative error {error:.2g} (maximum {limit:g})"
+        )
     return error

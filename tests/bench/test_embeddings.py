@@ -51,7 +51,7 @@ def test_separate_engine_serves_each_round_and_ends():
 
 def test_an_engine_that_ends_ends_the_run():
     with ExitStack() as stack:
-        with pytest.raises(SystemExit, match="vllm:float32 has ended"):
+        with pytest.raises(SystemExit, match="vllm:float32 ended early"):
             Apart("vllm:float32", [sys.executable, "-c", "print('hello')"], stack)
 
 

@@ -78,7 +78,7 @@ def test_job_for_two_gpus_is_left_out_where_one(tmp_path, monkeypatch):
     two = GpuJob("two", 20, ("-c", WRITE, run.REPORT), num_gpus=2)
     monkeypatch.setattr(run, "num_devices", lambda: 1)
     assert list(run.run_jobs([two], tmp_path, 60)) == [
-        "two: left out, it needs 2 GPUs and 1 can be seen"
+        "two: skipped, because it needs 2 GPUs (visible: 1)"
     ]
     monkeypatch.setattr(run, "num_devices", lambda: 2)
     list(run.run_jobs([two], tmp_path, 60))
@@ -88,7 +88,7 @@ def test_job_for_two_gpus_is_left_out_where_one(tmp_path, monkeypatch):
 def test_without_a_gpu_it_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run.report, "gpus", list)
     monkeypatch.setattr(sys, "argv", ["h200", "--out", str(tmp_path)])
-    with pytest.raises(SystemExit, match="no GPU here"):
+    with pytest.raises(SystemExit, match="no GPU: nvidia-smi"):
         run.main()
     assert list(tmp_path.iterdir()) == []
 
