@@ -46,8 +46,8 @@ def pull(
 
     For example: trouper pull Qwen/Qwen2.5-0.5B-Instruct-GGUF:Q4_K_M
 
-    Existing files are not downloaded again. Any command downloads a model when it first uses it, so this only does so
-    in advance.
+    Existing files are not downloaded again. Every command downloads a missing model on first use; `pull` does it in
+    advance.
     """
     args = EngineArgs(name, revision=revision, hf_token=hf_token)
     if download_dir is not None:
@@ -55,7 +55,9 @@ def pull(
     path = model_path(args)
     # The name is that of a preset, which has random weights and no files.
     if not path.exists():
-        raise TrouperValidationError("is not a model to be fetched", parameter="name", value=name)
+        raise TrouperValidationError(
+            "is a preset with random weights, which needs no download", parameter="name", value=name
+        )
     (entry,) = find_models([path], hub=False)[:1]
     if entry["reason"]:
         output.complain(f"{name} is on this machine, but cannot be served: {entry['reason']}")
@@ -79,7 +81,7 @@ def show(
 
     For example: trouper show Qwen/Qwen3-0.6B
 
-    Nothing is fetched and no weights are read.
+    Nothing is downloaded and no weights are read.
     """
     entry = _on_this_machine(name, download_dir)
     if template:
@@ -107,7 +109,7 @@ def rm(
     what = f"{name} ({size_text(entry['size_bytes'])})"
     if not yes:
         if not output.is_terminal(sys.stdin):
-            rule = f"would delete {what}; give --yes where nobody can be asked"
+            rule = f"would delete {what}; add --yes to delete without a confirmation at a terminal"
             raise TrouperValidationError(rule, parameter="yes")
         typer.confirm(f"delete {what}?", abort=True)
     _delete(entry, download_dir)
@@ -127,7 +129,7 @@ def ps(
 
     For example: trouper ps --url http://127.0.0.1:11434
 
-    Ollama's servers answer it, too.
+    It also works with Ollama's servers.
     """
     found = _ask(url, api_key)
     if as_json:
@@ -185,7 +187,7 @@ def unload(
 
 
 def _ask(url: str, api_key: str | None) -> list[dict[str, Any]]:
-    """Return the loaded models of a server.  Raises RemoteError: nothing that speaks this API answers there."""
+    """Return the loaded models of a server.  Raises RemoteError if no trouper or Ollama server answers."""
     found = _call(url, "/api/ps", api_key, None, PS_TIMEOUT_S).get("models")
     if not isinstance(found, list):
         raise RemoteError(f"{url}: not an answer of trouper or Ollama")
@@ -195,7 +197,7 @@ def _ask(url: str, api_key: str | None) -> list[dict[str, Any]]:
 def _call(
     url: str, path: str, key: str | None, body: dict[str, Any] | None, timeout_s: float
 ) -> dict[str, Any]:
-    """Send a request, a GET without a body, and return the answer.
+    """Send a request (a POST with a body, else a GET) and return the parsed answer.
 
     Raises:
         RemoteError: no server answers, or it answers with an error.
@@ -245,10 +247,10 @@ def _on_this_machine(name: str, download_dir: Path | None) -> dict[str, Any]:
     if len(hits) == 1:
         return hits[0]
     near = [entry["model"] for entry in hits] or difflib.get_close_matches(name, names, cutoff=0.4)
-    more = f"; there are {', '.join(near)}" if near else ""
-    rule = f"names {len(hits) or 'no'} model{'s' * (len(hits) != 1)} on this machine{more}"
+    more = f"; similar names: {', '.join(near)}" if near else ""
+    rule = f"matches {len(hits) or 'no'} model{'s' * (len(hits) != 1)} on this machine{more}"
     raise TrouperValidationError(
-        f"{rule}; fetch one: trouper pull NAME", parameter="name", value=name
+        f"{rule}; to download one: trouper pull NAME", parameter="name", value=name
     )
 
 
@@ -267,7 +269,7 @@ def _facts(entry: dict[str, Any]) -> dict[str, Any]:
     }
     if entry["reason"]:
         return facts
-    # Imported here, since they take time that no other command should wait for.
+    # Imported here, so that the other commands start faster.
     from trouper.config.generation import describe_sampling
     from trouper.config.model import ModelConfig, ModelFiles
 
@@ -301,7 +303,7 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
 
 
 def _delete(entry: dict[str, Any], download_dir: Path | None) -> None:
-    """Delete a repository, or of one with several GGUF models only the files of this model."""
+    """Delete a model's repository from the cache; of a repository with several GGUF models, only this model's files."""
     from huggingface_hub import scan_cache_dir
 
     if entry["files"] is None:

@@ -65,7 +65,7 @@ app.command(cls=PanelCommand)(collect_env)
 class BenchGroup(WholeSentenceGroup):
     """The group `trouper bench`, which imports its commands when one of them is needed.
 
-    It imports them by name: the benchmarks import the command line, so a plain import here would close a circle.
+    It imports them by name, because the benchmarks import the command line, and a plain import here would form a cycle.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -119,7 +119,7 @@ def root(
 def run_line(arguments: list[str] | None = None, commands: typer.Typer = app) -> int:
     """Run one command line and return its exit code; an error becomes one line on stderr.
 
-    With `--debug` the exception is raised instead. `commands` replaces trouper's own table, for the studies.
+    With `--debug` the exception is raised instead. `commands` replaces trouper's own commands, for the studies.
     """
     # The command reads its arguments from here, and sets `debug`.
     state: dict[str, Any] = {"arguments": sys.argv[1:] if arguments is None else arguments}
@@ -174,10 +174,7 @@ KUBERNETES_PREFIXES = ("TROUPER_SERVICE_", "TROUPER_PORT_")
 
 
 def known_variables() -> list[str]:
-    """Return the names of all environment variables TROUPER_… that some part of the program reads.
-
-    A variable in the list may be an option of the engine, of the server or of the program itself.
-    """
+    """Return the names of all environment variables TROUPER_… that the program reads."""
     engine = [field.name for field in dataclasses.fields(EngineArgs)]
     return [PREFIX + name.upper() for name in (*OTHER_VARIABLES, *engine, *option_names())]
 

@@ -64,8 +64,8 @@ def find_models(
     """Find the models of the hub's cache and of some folders.
 
     Returns:
-        for each the fields of `trouper models --json`, and `repository` and `files`: its id on the hub, or None, and the files
-        of a model that shares its repository with others.
+        For each model the fields of `trouper models --json`; `repository`, its id on the hub or None; and `files`, the files of a
+        model that shares its repository with others.
     """
     found = list(_of_the_hub(download_dir)) if hub else []
     return [*found, *(entry for folder in folders for entry in _of_folder(folder))]
@@ -154,7 +154,7 @@ def _entry(path: Path, name: str, files: list[Path] | None = None) -> dict[str, 
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """Align the columns of rows, the last one excepted; the first row is the headings.
+    """Align all columns of rows except the last; the first row contains the headings.
 
     Cells are separated by two spaces.  The last column is not padded, so long names do not wrap the lines.
     """

@@ -32,7 +32,7 @@ from trouper.params import SamplingParams
 from trouper.sampling_fields import FIELDS
 from trouper.structured_outputs import StructuredOutputsParams
 
-# The key of the tables of a file of models in the context of a command.
+# The key in a command's context under which the tables of a file of models are stored.
 MODEL_TABLES = "trouper.models"
 # Used if the model has no default of its own; the library's 16 are too few at a terminal.
 DEFAULT_MAX_TOKENS = 128
@@ -259,13 +259,13 @@ def read_config(ctx: typer.Context, path: Path | None) -> Path | None:
 
 
 def is_given(ctx: typer.Context, name: str) -> bool:
-    """Return whether the command line, a variable or a file sets an option, so that no default is used."""
+    """Return whether the command line, an environment variable or a file sets an option."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"
 
 
 def read_model_variable(ctx: typer.Context, given: list[str] | None) -> list[str] | None:
-    """Return the models of the command line, else those of TROUPER_MODEL: one a line, because paths contain spaces."""
+    """Return the models of the command line, else those of TROUPER_MODEL: one per line, because paths may contain spaces."""
     source, text = ctx.get_parameter_source("model"), os.environ.get("TROUPER_MODEL")
     is_on_line = source is not None and source.name == "COMMANDLINE"
     return text.splitlines() if text and not is_on_line else given
@@ -292,7 +292,7 @@ def read_models_file(ctx: typer.Context, path: str | None) -> str | None:
 
 
 def set_defaults(ctx: typer.Context, path: Path, table: Mapping[str, Any]) -> None:
-    """Use values of a file as the defaults of this command's options, besides those of an earlier file.
+    """Use values of a file as the defaults of this command's options, in addition to those of an earlier file.
 
     Raises:
         typer.BadParameter: a name is not an option.
@@ -343,12 +343,12 @@ def _toml(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except ValueError as error:
         raise ValueError(
-            f"{error}; it is read as TOML, and as YAML if its name ends in .yaml"
+            f"{error}; files are read as TOML, or as YAML if the name ends in .yaml or .yml"
         ) from None
 
 
 def _as_list(value: Any) -> Any:
-    """Return the values of a repeatable option.  A text alone is one value."""
+    """Return the values of a repeatable option as a list.  A single text is one value."""
     return [value] if isinstance(value, str) else value
 
 
@@ -396,7 +396,7 @@ def expand_options(
             if group is ServeSettings:
                 values[name] = settings_from({n: values.pop(n) for n in option_names()})
                 continue
-            # An option that the command declares itself goes to the command, not to the group.
+            # An option declared by the command itself is passed to the command, not to the dataclass.
             fields = [field.name for field in dataclasses.fields(group) if field.name not in own]
             foreign: dict[str, Any] = {}
             if group is EngineArgs:

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The key of vLLM's engine options in the context of a command.
+# The key in a command's context under which vLLM's engine options are stored.
 FOR_ENGINE = "trouper.foreign"
-# Options with one value for a list, which vLLM writes as several words.
+# Options with a comma-separated list as their value, which vLLM accepts as several words.
 WITH_COMMAS = ("cudagraph_capture_sizes",)
 
 
@@ -42,7 +42,7 @@ def settle(params: Iterable[Any], arguments: Sequence[str]) -> tuple[list[str], 
         UnsupportedFeatureError: an option of another program is not supported; the message names an alternative.
         TrouperValidationError: an option of vLLM has no value.
     """
-    # Arguments are left out, because a text may be equal to the name of one.
+    # Positional arguments are excluded, because a text may be equal to the name of one.
     options = [p for p in params if p.param_type_name == "option"]
     own = {name: p for p in options for name in (*p.opts, *p.secondary_opts)}
     has_engine, has_server = "--max-model-len" in own, "--root-path" in own
@@ -88,7 +88,7 @@ def settle(params: Iterable[Any], arguments: Sequence[str]) -> tuple[list[str], 
 def _more_values(option: Any, rest: deque[str]) -> list[str]:
     """Take further values of an option that is a list in vLLM, such as `--served-model-name A B`.
 
-    This is only possible behind the model, because a word before it would be the model's name.
+    This is only possible after the model, because a word before it would be taken for the model's name.
     """
     found: list[str] = []
     if option.name != "model" and (option.multiple or option.name in WITH_COMMAS):
@@ -237,7 +237,7 @@ VLLM_SHORT = {
 _NO_PROJECTORS = "images need a folder of safetensors, whose tower is read with the model"
 _OF_PROCESSOR = "use --mm-processor-kwargs, or send images in requests"
 _ONE_DEVICE = "a model runs as a whole on one device, the one of --device, or in parts by --tensor-parallel-size"
-_AS_IT_IS = "leave it out, nothing needs it here"
+_AS_IT_IS = "leave it out; trouper does not need it"
 _NO_SAMPLER = "this sampler is not supported; use --min-p, --top-p or --top-k"
 _SPECULATIVE = "use --speculative-config"
 _REQUEST = "requests set it, in their field"

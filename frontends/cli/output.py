@@ -289,7 +289,7 @@ def open_standard_files() -> None:
         try:
             os.fstat(file)
         except OSError:
-            # The system uses the lowest free number, which is this one.
+            # The system assigns the lowest free descriptor, which is this one, since lower ones are open.
             opened = os.open(os.devnull, flags)
             assert opened == file
     # Python sets it to None if the descriptor was closed at start.

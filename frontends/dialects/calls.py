@@ -1,9 +1,8 @@
-"""Convert what a parser finds in a model's answer to events: content, reasoning, and calls.
+"""Define the events of a model's answer: content, reasoning and calls.  `CallWriter` creates those of calls for all dialects.
 
-`CallWriter` makes the events of calls for all dialects.  `read_channels` parses the format of gpt-oss,
-`<|channel|>analysis<|message|>...<|end|>`, by them: a message in the channel `analysis` is reasoning, a message to a function is a
-call, and everything else is content.  An answer may begin inside the header of a message, because the prompt ends with
-`<|start|>assistant`.
+`read_channels` parses the format of gpt-oss, `<|channel|>analysis<|message|>...<|end|>`: a message in the channel `analysis` is
+reasoning, a message to a function is a call, and everything else is content.  An answer may begin inside the header of a message,
+because the prompt ends with `<|start|>assistant`.
 """
 
 import json
@@ -20,7 +19,7 @@ from trouper.frontends.dialects.value_types import ValueTypes, property_types
 class Content(msgspec.Struct, frozen=True):
     """Text for the user.
 
-    It is what remains of the answer without reasoning and calls, and goes into the message's `content`.
+    It is the answer without reasoning and calls, for the message's `content`.
     """
 
     text: str
@@ -168,9 +167,9 @@ class CallWriter:
         return self._num_arguments > 0
 
     def step(self) -> bool:
-        """Count a mark, key or value as a step.  Returns False if the answer exceeds its number of steps.
+        """Count a mark, key or value as a step.  Returns False if the answer has more than `MAX_STEPS`.
 
-        Without a limit, an answer of nothing but marks could make the parser's work grow with every token.
+        Without this limit, the cost of an answer that consists only of marks would grow with every token.
         """
         self._num_steps += 1
         return self._num_steps <= MAX_STEPS
@@ -178,8 +177,8 @@ class CallWriter:
     def start(self, name: str) -> bool:
         """Begin a call, which may already have arguments.  Returns whether the call may start.
 
-        A name without a valid form, or of a tool that the request does not offer, may not start a call; its text
-        becomes content.
+        An invalid name, or one of a tool that the request does not offer, does not start a call; the text becomes
+        content.
         """
         if _NAME.fullmatch(name) is None or not self.accepts(name) or not self.step():
             return False
@@ -207,7 +206,7 @@ class CallWriter:
             is_whole: whether its arguments are complete.
 
         Returns:
-            Whether it was a call.  A valid call that the end of the answer cuts off is one.
+            Whether it was a call.  This includes a valid call that is cut off by the end of the answer.
         """
         is_call = self._name is not None and self._is_call(is_whole=is_whole)
         if is_call:

@@ -3,7 +3,7 @@
     read_literals   call:name{key:<escape>value<escape>,other:1}   bare keys, strings between the dialect's quotes
     read_calls      [f(x=1, names=['a']), g()]                     Python syntax
 
-Nothing is evaluated: the readers know strings, numbers, True, False, None, lists, tuples and dicts.
+Nothing is evaluated: the readers accept strings, numbers, True, False, None, lists, tuples and dicts only.
 """
 
 import ast

@@ -65,7 +65,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         is_stepped: bool = False,
         launcher: Launcher | None = None,
     ) -> None:
-        # Arguments, or a configuration that the caller has already resolved.
+        # Arguments, or a configuration already resolved by the caller.
         self._plan = engine_args
         # Offline use allows larger batches than a server, which must answer new requests soon.
         self._offline = offline
@@ -192,7 +192,7 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         Args:
             pooling_params: if it is None or names no task, the engine's default task is used.
             max_text_tokens: maximum tokens of the text, or of each text of a pair, without special tokens.
-            data_parallel_rank: the replica that it runs on while that one lives; None leaves the choice to the engine.
+            data_parallel_rank: run on this replica while it lives; by default the engine chooses one.
 
         Raises:
             TypeError: `request_id` is not a string, or `pooling_params` is not PoolingParams.
@@ -270,12 +270,12 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
     async def step(self) -> None:
         """Run one iteration of an engine in stepped mode; its outputs are then available to readers.
 
-        Stepped mode is for programs, such as training loops, that decide when the model computes.
+        Stepped mode is for programs that control when the model computes, such as training loops.
         """
         await self.engine.controls.step()
 
     async def start(self) -> None:
-        """Start the engine without an `async with` block, for programs whose structure has no room for one.
+        """Start the engine without an `async with` block, for programs that cannot use one.
 
         Call `close` in the same task. A cancel scope must not surround only one of the two calls: no `fail_after`,
         and before Python 3.12 no `asyncio.wait_for`, which runs the call in a new task.
@@ -337,9 +337,9 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
         return self.engine.config.supported_tasks
 
     async def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
-        """Raise the error that a new request with `n` completions would get now; return if it would be admitted.
+        """Raise the error with which a new request of `n` completions would be refused now; else return.
 
-        A server can thus refuse before it reads or renders a prompt.  Nothing is reserved.
+        A server can thus refuse a request before it reads or renders the prompt.  Nothing is reserved.
         """
         self.engine.check_admission(n, request_id)
 
@@ -364,8 +364,8 @@ class AsyncLLMEngine(AsyncControls, AsyncContextManagerMixin):
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer that renders prompts; None with `skip_tokenizer_init`.
 
-        It encodes and decodes in the caller's thread; for long texts use a worker thread, because an event loop would
-        wait.
+        It encodes and decodes in the caller's thread; use a worker thread for long texts, because they would block an
+        event loop.
         """
         return self.engine.tokenizer
 

@@ -48,10 +48,9 @@ class BackgroundTask:
         self._stopping.set()
 
     async def aclose(self) -> None:
-        """Leave the block and wait for its end.
+        """Leave the block, and wait until it has ended.  Further calls do nothing.
 
-        It is safe to call more than once.  Raises the error that ended the block, unless `wait_started` has raised it
-        already.
+        Raises the error that ended the block, unless `wait_started` has already raised it.
         """
         self.stop()
         await asyncio.wait([self._task])

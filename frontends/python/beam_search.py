@@ -56,7 +56,8 @@ class SearchLimits(NamedTuple):
     """Limits of the engine and the model for a search.
 
     `max_logprobs` is the number of candidates that one position may return (-1: the whole vocabulary).  A beam ends
-    at any of `eos_token_ids`.  With `sees_prompt`, all tokens of a prompt see each other, so a beam is no prompt.
+    at any of `eos_token_ids`.  With `sees_prompt`, all tokens of a prompt see each other, so generated tokens cannot be
+    continued as part of a prompt, and searches are refused.
     """
 
     max_logprobs: int
@@ -121,7 +122,7 @@ class BeamSearch:
         check_params(params, limits.max_logprobs)
         _check_prompt(prompt)
         if limits.sees_prompt:
-            text = "beam search is not supported by this model, whose prompts see all of themselves; use generate"
+            text = "beam search is not supported by this model, because all tokens of its prompts see each other; use generate"
             raise UnsupportedFeatureError(text, parameter="use_beam_search")
         self.step = _one_token(params, limits.max_logprobs, num_logprobs)
         self.is_over = False
@@ -268,7 +269,7 @@ def _as_prompt(beam: BeamSearchSequence, prompt: PromptType) -> TokensPrompt:
     given: Mapping[str, Any] = prompt if _is_dict(prompt) else {}
     extras: dict[str, Any] = {name: given[name] for name in EXTRAS if name in given}
     if "messages" in given:
-        # The tokens of the images are in the beam already, and their content belongs to them.
+        # The beam already contains the tokens of the images, but the engine also needs the images themselves.
         _, images = take_media(given["messages"])
         if images:
             modality = images[0].modality

@@ -1,4 +1,4 @@
-"""Read the arguments and carry out the controls that all Python interfaces share: pause, sleep, wake, adapters, caches, profiles, metrics.
+"""Implement the controls of all Python interfaces (pause, sleep, wake, adapters, caches, profiles, metrics), and check shared arguments.
 
 The signatures are vLLM's, so some arguments have no meaning here. They raise an error if they are set, because a silently ignored
 argument would change results without notice. `AsyncLLMEngine` inherits the controls, and `BlockingControls` wraps each of them for
@@ -46,7 +46,9 @@ def tokenization_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
         )
     known = {name: value for name, value in options.items() if name in TOKENIZATION_OPTIONS}
     for name in options.keys() - known.keys():
-        warnings.warn(f"tokenization_kwargs: {name!r} is ignored", stacklevel=3)
+        warnings.warn(
+            f"tokenization_kwargs: {name!r} is not supported and has no effect", stacklevel=3
+        )
     adds = known.get("add_special_tokens")
     if not isinstance(adds, bool | None):
         raise TrouperValidationError(
@@ -72,9 +74,9 @@ def plain_prompt(prompt: Any) -> Any:
 
 
 def check_unused(**options: Any) -> None:
-    """Raise UnsupportedFeatureError if one of these arguments of vLLM, which have no meaning here, is not None.
+    """Raise UnsupportedFeatureError if one of these arguments of vLLM, which trouper does not support, is not None.
 
-    Ignoring such an argument would silently give another result than vLLM.
+    Ignoring such an argument would silently give other results than vLLM.
     """
     for name, value in options.items():
         if value is not None:
@@ -179,13 +181,13 @@ class AsyncControls:
         )
 
     async def reset_mm_cache(self) -> None:
-        """Forget all processed images, and the rows that the vision tower computed of them.  Open requests keep theirs."""
+        """Forget all processed images and the vision tower's rows for them, except those of open requests."""
         prompts = self.engine.prompts
         if prompts is not None and prompts.images is not None:
             prompts.images.clear()
 
     async def reset_encoder_cache(self) -> None:
-        """Forget the rows of all images, as `reset_mm_cache` does."""
+        """Do the same as `reset_mm_cache`."""
         await self.reset_mm_cache()
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
@@ -206,9 +208,9 @@ class AsyncControls:
         return self.engine.adapters.unload(lora_id)
 
     async def pin_lora(self, lora_id: int) -> bool:
-        """Never unload an adapter to make room for another.  Returns whether it is loaded.
+        """Protect an adapter from eviction.  Returns whether it is loaded.
 
-        Without a pin the adapter used least recently gives way when all slots are taken.
+        When all slots are in use, loading another adapter evicts the least recently used one that is not pinned.
         """
         return self.engine.adapters.pin(lora_id)
 

@@ -186,9 +186,9 @@ class EngineThread:
 
 
 def refuse_trio() -> None:
-    """Raise RuntimeError if the caller runs inside trio, whose loop a blocking call would stop.
+    """Raise RuntimeError if the caller runs inside trio, because a blocking call would stop its event loop.
 
-    asyncio's loop is blocked too, but notebooks run inside one and use blocking calls on purpose.
+    Inside asyncio blocking calls are allowed, because notebooks run in its loop and use them on purpose.
     """
     if trio.lowlevel.in_trio_run():
         raise RuntimeError(

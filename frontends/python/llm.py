@@ -58,7 +58,7 @@ class LLM(PoolingMethods):
         self.thread = self.llm_engine.thread
         self._queued = self.thread.generations
         self._enqueued: list[str] = []
-        # Kept if `wait_for_completion` refused their type, so that the caller can ask again.
+        # Outputs of a `wait_for_completion` that raised TypeError, for the next call.
         self._completed: list[RequestOutput] = []
 
     @classmethod

@@ -1,8 +1,8 @@
 """Score pairs of texts, and run many pooling requests together.
 
 `LLM.score`, `trouper score` and the server's score and rerank routes share this module. A score needs several
-requests (embeddings of both texts, or a query kept in the Pooler for its documents), which are planned here, so that
-each distinct text is computed once.
+requests (embeddings of both texts, or a query cached in the Pooler for its documents). They are planned here, so that
+each distinct text is computed only once.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -34,11 +34,14 @@ Pooled = PoolingRequestOutput[PoolingOutput]
 Encode = Callable[..., PoolingGeneration]
 Run = Callable[[Iterable[PoolingGeneration], Any, Sequence[str]], Awaitable[list[Pooled]]]
 T = TypeVar("T")
-NO_IMAGES_IN_PAIRS = "a cross-encoder of trouper compares texts only; ask for classify with messages that contain the pair, or use an embedding model"
+NO_IMAGES_IN_PAIRS = "cross-encoders compare texts only; use the task classify on messages that contain the pair, or an embedding model"
 
 
 class MixedContent:
-    """One side of a pair with images: the parts of a message.  Equal contents are computed twice, unless they are one object."""
+    """One side of a pair with images, as the parts of a message.
+
+    Only one and the same object is computed once; objects with equal parts are computed separately.
+    """
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self.parts = parts
@@ -267,7 +270,7 @@ class Scorer:
             for each, place in zip(given, self._names_of(side, len(given)), strict=True):
                 if isinstance(each, MixedContent):
                     name = ("max_tokens_per_query", "max_tokens_per_doc")[side]
-                    raise invalid(name, f"truncates texts, and {place} is a content", most)
+                    raise invalid(name, f"truncates texts only, but {place} contains images", most)
 
     def _names_of(self, side: int, num: int) -> Sequence[str]:
         """Return the caller's names of the queries (`side` 0) or of the documents (`side` 1)."""

@@ -236,7 +236,7 @@ def test_a_file_may_be_yaml(served, tmp_path, name):
             "x: !!python/object/apply:os.system ['true']",
             "could not determine a constructor",
         ),
-        ("a.toml", "port: 1", "it is read as TOML, and as YAML if its name ends in .yaml"),
+        ("a.toml", "port: 1", "files are read as TOML, or as YAML if the name ends in .yaml"),
         ("a.yaml", None, "No such file"),
     ],
 )

@@ -126,7 +126,7 @@ def test_a_chat_is_the_same_here_and_there(ask, capsys, monkeypatch):
 def test_what_server_refuses_is_mistake_in_one_line(ask, command, arguments, message):
     code, out, err = ask(command, "-q", "hi", *arguments)
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("trouper: the server answers ")
+    assert err.startswith("trouper: the server answered ")
     assert message in err
 
 
@@ -136,9 +136,9 @@ def test_a_conversation_goes_on_after_a_refusal(ask, monkeypatch):
     assert code == 0
     assert out.strip()
     refusal, cut = err.splitlines()
-    assert refusal.startswith("trouper: the server answers 400: ")
+    assert refusal.startswith("trouper: the server answered 400: ")
     assert refusal.endswith(
-        "the message is too long: start with a larger --max-model-len for longer ones"
+        "the message is too long: start with a larger --max-model-len for longer conversations"
     )
     assert cut == CUT
 
@@ -184,8 +184,8 @@ FAILURES = [
     ("cut between chunks", events(chunk("a")), 1, "broke off"),
     ("no answer", b"", 1, "broke off"),
     ("no HTTP", b"nonsense\r\n\r\n", 1, "broke off"),
-    ("no JSON", events("{", DONE), 1, "not a chunk of an answer"),
-    ("another JSON", events('{"choices": 5}', DONE), 1, "not a chunk of an answer"),
+    ("no JSON", events("{", DONE), 1, "an invalid event"),
+    ("another JSON", events('{"choices": 5}', DONE), 1, "an invalid event"),
     ("an error event", events(chunk("a"), '{"error": {"message": "oh"}}', DONE), 1, "failed: oh"),
 ]
 
@@ -254,7 +254,7 @@ def test_failures_do_not_end_a_conversation(capsys, monkeypatch):
     with serving(error("500 Internal Server Error")) as fake:
         assert run_line(["chat", "--url", fake.url]) == 0
     out, err = capsys.readouterr()
-    assert (out, err) == ("", "trouper: the server answers 500: not today\n" * 2)
+    assert (out, err) == ("", "trouper: the server answered 500: not today\n" * 2)
 
 
 def test_an_answer_gives_no_orders_to_a_terminal(capsys, monkeypatch):

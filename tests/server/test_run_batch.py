@@ -246,7 +246,7 @@ def test_a_complete_batch_is_not_run_again(half, whole, capsys, monkeypatch):
     [
         (lambda text: text.replace("def f", "def g"), (), "answers another request"),
         (lambda text: text, ("--seed", "1"), "with another model, seed or option"),
-        (lambda text: text.replace('"d"', '"x"'), (), "answers 'd', which the input lacks"),
+        (lambda text: text.replace('"d"', '"x"'), (), "answers 'd', which is not in the input"),
     ],
 )
 def test_answers_to_something_else_are_left_alone(half, whole, capsys, change, arguments, message):

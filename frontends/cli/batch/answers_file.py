@@ -1,4 +1,4 @@
-"""The output file of `run-batch`, which survives interruptions and is continued by the next run.
+"""Write the output file of `run-batch`, so that it survives interruptions and the next run can continue it.
 
 Answers can cost hours of computation, so this module guarantees: each answer is appended to `FILE.part` as soon as it
 is complete, so a crash loses only unfinished requests; a saved answer is never removed or overwritten (`FILE.part` is
@@ -94,7 +94,7 @@ class AnswersFile:
         self._end = os.path.getsize(self._path + PART)
 
     def find(self, request: BatchLine) -> int | None:
-        """Return the position of the saved answer to a request, or None without one.
+        """Return the position of the saved answer to a request, or None if there is none.
 
         Raises:
             TrouperValidationError: the saved answer with this custom_id belongs to another request or model.
@@ -121,7 +121,7 @@ class AnswersFile:
         for key, position in self._saved.items():
             if key not in self._is_used:
                 name = decode_saved(self._line(position)).custom_id or ""
-                raise self._refused(position, f"answers {name[:60]!r}, which the input lacks")
+                raise self._refused(position, f"answers {name[:60]!r}, which is not in the input")
 
     def add(self, line: bytes) -> int:
         """Append an answer to the part and return its position.  Safe to call from several threads.
@@ -204,7 +204,7 @@ class AnswersFile:
         return line if line.endswith(b"\n") else line + b"\n"
 
     def _is_in_order(self, which: int, file: BinaryIO) -> bool:
-        """Whether a file already has exactly the answers of this batch, in their order."""
+        """Return whether a file already has exactly the answers of this batch, in order."""
         offset = 0
         file.seek(0)
         positions: Iterator[int] = iter(self._order)
@@ -335,7 +335,7 @@ def _begin_anew(path: str, part: BinaryIO, name: str) -> BinaryIO:
 def set_aside(path: str) -> str:
     """Rename a file to the first unused name of `path.1`, `path.2` …, and return that name.
 
-    No file is overwritten, also if several processes do this at once.
+    No file is overwritten, even if several processes do this at once.
     """
     for number in count(1):
         kept = f"{path}.{number}"

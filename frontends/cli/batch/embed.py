@@ -90,8 +90,8 @@ def embed(
 ) -> None:
     """Embed one or more texts, or classify them (--task classify).
 
-    Without TEXT, all of stdin is one text. With --image, each image is embedded, too. A failed text is reported, and the others continue. A model that
-    generates text needs --runner pooling.
+    Without TEXT, all of stdin is one text. With --image, each image is embedded, too. A failed text is reported, and the others
+    continue. A generative model needs --runner pooling.
     """
     columns: Columns = {
         "line": "int", "text": "text", task: KINDS.get(task, "vector"), "num_prompt_tokens": "int", "error": "text",
@@ -130,7 +130,8 @@ def score(
 ) -> None:
     """Score how well each document fits the query.
 
-    Without DOCUMENT the whole of stdin is one document. With --image, each image is a document, too.  A failing document reports its error; the rest continue.
+    Without DOCUMENT, all of stdin is one document. With --image, each image is a document, too. A failed document is reported, and
+    the others continue.
     """
     check_texts([query, *(documents or ())], engine_args.model, "score", "QUERY and DOCUMENT")
     check_output(output_file, SCORE_COLUMNS, source.prompt_file)

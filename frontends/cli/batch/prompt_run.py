@@ -1,7 +1,7 @@
 """Run many prompts through one engine, and deliver their results or errors in order.
 
-A file may have millions of prompts, so only a window of them is open at a time; the rest stays in the file. An invalid
-prompt must not cost the results of the others, so its error becomes its result.
+A file may have millions of prompts, so only a window of them is read and open at a time. An invalid prompt must not cost
+the results of the others, so its result is its error.
 """
 
 import sys
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from trouper.actors.engine.generation import Generation
     from trouper.frontends.python.async_engine import AsyncLLMEngine
 
-# Prompts open at a time (or twice max_num_seqs, if that is more); finished results wait for earlier ones.
+# Open prompts, or twice max_num_seqs if that is more.  Finished results wait in the window for earlier ones.
 WINDOW = 1024
-# Images of one moment: 16 files of at most 24 MiB and their arrays.
+# Open prompts with images: in memory are up to 16 files of at most 24 MiB, and their arrays.
 IMAGE_WINDOW = 16
 # Later errors are only counted.
 MAX_SHOWN = 10
@@ -87,7 +87,7 @@ class Outcomes:
     def fail(self, prompt: Prompt, error: Exception) -> str:
         """Count a failed prompt, print its error, and return the message for its record.
 
-        A single prompt has no label in its message.  The engine's own faults are remembered for the exit code.
+        The message of a single prompt has no label.  Errors of the engine itself are remembered for the exit code.
         """
         self.num_prompts += 1
         self.num_failed += 1
@@ -161,7 +161,7 @@ class BulkRun:
         window = max(WINDOW, 2 * engine.config.scheduler.max_num_seqs)
         if self._prompts.images:
             window = IMAGE_WINDOW
-        # One more is in the hands of the writer.
+        # The writer holds one more request of the window.
         send, receive = anyio.create_memory_object_stream[Item](window - 1)
         try:
             async with anyio.create_task_group() as tasks:

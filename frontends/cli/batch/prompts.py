@@ -76,7 +76,7 @@ class PromptFileOptions:
 class Prompt(NamedTuple):
     """One text, or the error of a line without a valid text; `label` is for example `line 3` or `prompt 2`.
 
-    A line with an error remains in the sequence, so that the results have one record for each line.
+    Invalid lines stay in the sequence, so that the results have one record for each line.
     """
 
     label: str
@@ -106,7 +106,7 @@ class PromptSource:
         Args:
             texts: prompts given as arguments.
             what: name of the argument, for errors.
-            images: files to embed as well, behind the texts.
+            images: image files to embed after the texts.
 
         Raises:
             typer.BadParameter: there is no prompt, or an option does not apply to the file.
@@ -173,7 +173,7 @@ class PromptSource:
     def count(self) -> int | None:
         """Return the number of prompts for a progress bar, or None for a pipe.
 
-        The file is read once more for it, which is cheap compared with the computation.
+        This reads the whole file once more, which is cheap relative to the computation.
         """
         name = self._options.prompt_file
         if self.is_pipe:
@@ -412,7 +412,9 @@ def text_stdin() -> TextIO:
 
 def _whole_stdin(what: str) -> str:
     if output.is_terminal(sys.stdin):
-        raise typer.BadParameter("missing: give one, --prompt-file, or a pipe", param_hint=what)
+        raise typer.BadParameter(
+            "missing: give one, or use --prompt-file or a pipe", param_hint=what
+        )
     try:
         return sys.stdin.read().removeprefix(codecs.BOM_UTF8.decode()).removesuffix("\n")
     except UnicodeDecodeError:

@@ -1,7 +1,7 @@
 """`trouper replay`: compute recorded requests again, and compare their tokens with the record.
 
-In float32 the tokens of a request depend on the request only, so a difference is a fault. In bfloat16 two candidates whose
-logits are nearly equal may change places; a difference shows how far apart they were.
+In float32 the tokens of a request depend on nothing else, so any difference is a bug. In bfloat16 two candidates with nearly equal
+logits may swap, so the report of a difference shows how close their logprobs are.
 """
 
 import dataclasses
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from trouper.frontends.server.durable.recording import ChoiceRecord, RecordHead, RequestRecord
     from trouper.outputs import Logprob, RequestOutput
 
-# The ends of the names of files of records.
+# Extension of files with records.
 SUFFIX = ".jsonl"
-# Open requests of the engine, with prompts and answers in memory.
+# Maximum number of open requests, whose prompts and answers are in memory.
 MAX_OPEN = 64
 # Differences to show in full.
 MAX_SHOWN = 10
-# Candidates with logprobs when a difference is examined.
+# Number of logprobs to request when a difference is examined.
 NUM_CANDIDATES = 20
-# Two candidates are a near tie in bfloat16 if they are closer, relative to the larger logprob, than two units of its last place.
+# Two candidates are a near tie in bfloat16 if their logprobs differ by at most two units in the last place of the larger one.
 NEAR_TIE = 2 * 2**-8
 
 
@@ -65,8 +65,8 @@ def replay(
 
     For example: trouper replay records
 
-    Model and options are those of the recorded server, unless others are given. It exits with 0 if all tokens are equal, with
-    1 if some differ, and with 2 if weights, adapters or the number format are others than those of the record.
+    Model and options are those of the recorded server, unless the command line sets others. The exit code is 0 if all tokens are
+    equal, 1 if some differ, and 2 if weights, adapters or dtype differ from those of the record.
     """
     files = _files(records, line)
     head = _read_head(files[0])
@@ -81,7 +81,7 @@ def replay(
         print(text)
     for reason, num in run.skipped.items():
         print(f"skipped {num}: {reason}")
-    print(f"{run.num_replayed} requests replayed, {len(run.differences)} differ")
+    print(f"{run.num_replayed} requests replayed, {len(run.differences)} differences")
     if run.differences:
         raise typer.Exit(1)
     if not run.num_replayed:
@@ -91,9 +91,9 @@ def replay(
 def _files(records: Path, line: int | None) -> list[Path]:
     files = sorted(records.glob(f"*{SUFFIX}")) if records.is_dir() else [records]
     if not files or not files[0].is_file():
-        raise invalid("records", f"there is no file of records (*{SUFFIX})", str(records))
+        raise invalid("records", f"contains no files of records (*{SUFFIX})", str(records))
     if line is not None and len(files) > 1:
-        raise invalid("line", "needs one file of records instead of a folder with several", line)
+        raise invalid("line", "needs a single file of records, not a folder with several", line)
     return files
 
 
@@ -104,11 +104,11 @@ def _read_head(file: Path) -> "RecordHead":
         with file.open("rb") as reader:
             return msgspec.json.decode(reader.readline(), type=RecordHead)
     except (OSError, msgspec.MsgspecError) as error:
-        raise invalid("records", f"is not a file of records: {error}", str(file)) from None
+        raise invalid("records", f"is not a file of `serve --record`: {error}", str(file)) from None
 
 
 def _recorded_args(ctx: typer.Context, given: EngineArgs, head: "RecordHead") -> EngineArgs:
-    """Return the options of the recorded server, with those of the command line in place of its own."""
+    """Return the options of the recorded server, overridden by those on the command line."""
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     recorded = {name: value for name, value in head.options.items() if name in known}
     recorded.setdefault("model", head.model)
@@ -121,17 +121,17 @@ def _recorded_args(ctx: typer.Context, given: EngineArgs, head: "RecordHead") ->
 
 
 def _check_same(files: list[Path], config: EngineConfig) -> None:
-    """Raise TrouperValidationError (exit code 2) if the tokens could not be equal, because the model is another one."""
+    """Raise TrouperValidationError (exit code 2) if model, dtype or adapters differ from the recorded ones."""
     from trouper.frontends.server.durable.opening import adapter_digest, fingerprint
 
     mine = fingerprint(config).hex()
     for file in files:
         head = _read_head(file)
         if str(config.dtype) != head.dtype:
-            text = f"the records in {file} were made in {head.dtype}; give --dtype {head.dtype}"
+            text = f"the records in {file} were computed in {head.dtype}; use --dtype {head.dtype}"
             raise invalid("dtype", text, str(config.dtype))
         if head.fingerprint != mine:
-            text = f"has other weights, tokenizer, template or number format than the model of {file}, {head.model}"
+            text = f"differs from the model {head.model} of {file} in weights, tokenizer, template or dtype"
             raise invalid("model", text, str(config.model.path))
         for name, adapter in head.adapters.items():
             try:
@@ -140,12 +140,12 @@ def _check_same(files: list[Path], config: EngineConfig) -> None:
                 text = f"the adapter {name} of {file} cannot be read: {error.strerror}"
                 raise invalid("records", text, adapter.path) from None
             if not is_same:
-                text = f"the files of the adapter {name} are others than those of {file}"
+                text = f"the files of the adapter {name} have changed since {file} was recorded"
                 raise invalid("records", text, adapter.path)
 
 
 def _read(files: list[Path], line: int | None) -> "Iterator[tuple[str, RequestRecord | str]]":
-    """Yield the place of each record, and the record or the reason why it cannot be read."""
+    """Yield the file and line of each record, and the record or the reason why it cannot be read."""
     from trouper.frontends.server.durable.recording import RequestRecord
 
     for file in files:
@@ -180,8 +180,8 @@ class _Replay:
     """One run over all records.
 
     Attributes:
-        differences: a text for each request with other tokens.
-        skipped: the number of records by the reason why they cannot be replayed.
+        differences: a message for each request whose tokens differ.
+        skipped: the number of skipped records, by reason.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class _Replay:
         }
 
     async def replay_all(self, engine: "AsyncLLMEngine", _: Interrupts) -> None:
-        # A reader takes the next record when it has finished one, so only as many are in memory.
+        # Each task reads its next record after it has finished one, so at most `MAX_OPEN` are in memory.
         async with anyio.create_task_group() as tasks:
             for _number in range(self._max_open):
                 tasks.start_soon(self._read_on, engine, name="replay")
@@ -251,7 +251,7 @@ class _Replay:
         num_tokens: int,
         logprobs: int | None = None,
     ) -> "RequestOutput":
-        """Compute a record.  The answer gets the recorded length, so it needs no stop strings."""
+        """Compute a request again, up to its recorded length.  Stop strings are not needed for this."""
         from trouper.actors.messages.requests import RequestOptions
 
         given: dict[str, Any] = {
@@ -259,7 +259,7 @@ class _Replay:
             "seed": record.seed,
             "logprobs": logprobs,
             "prompt_logprobs": None,
-            # A client may leave before the least number of tokens.
+            # The client may have disconnected before min_tokens.
             "max_tokens": max(num_tokens, record.params.get("min_tokens", 0)),
         }
         params = msgspec.convert(given, SamplingParams, strict=False)
@@ -289,23 +289,23 @@ class _Replay:
         """Describe the first token that differs, with the logprobs of both candidates."""
         wanted = choice.tokens.ids
         if wanted is None:
-            return "the tokens differ; records with content show where"
+            return "the tokens differ; to see where, record with --record-content"
         pairs = zip(mine, wanted, strict=False)
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(mine), len(wanted)))
         if at >= len(mine):
-            return f"the answer ends after {at} tokens, not after {len(wanted)}"
+            return f"the answer ends after {at} tokens instead of {len(wanted)}"
         number = min(NUM_CANDIDATES, engine.config.max_logprobs)
         again = await self._generate(engine, record, f"{place}-again", at + 1, number)
         position = again.outputs[choice.index]
-        text = f"token {at} is {mine[at]}, not {wanted[at]}"
+        text = f"token {at} is {mine[at]} instead of {wanted[at]}"
         if list(position.token_ids[:at]) != wanted[:at] or not position.logprobs:
-            return f"{text}; a third run differs before it"
+            return f"{text}; another run differs even earlier"
         return text + _gap(position.logprobs[at], mine[at], wanted[at])
 
 
 def _gap(candidates: "Mapping[int, Logprob]", mine: int, wanted: int) -> str:
     if mine not in candidates or wanted not in candidates:
-        return f"; not both are among the {len(candidates)} likeliest"
+        return f"; only one of them, or none, is among the {len(candidates)} likeliest"
     a, b = candidates[mine].logprob, candidates[wanted].logprob
     near = ", a near tie" if abs(a - b) <= NEAR_TIE * max(abs(a), abs(b)) else ""
     return f"; logprobs {a:.6f} and {b:.6f}, {abs(a - b):.2g} apart{near}"

@@ -1,7 +1,7 @@
 """`trouper run-batch`: answer a file of requests in OpenAI's batch format.
 
 The requests go through the server's own routes without a network, so every field behaves as over HTTP. A run of hours
-can be interrupted: the output file records what is answered, and the same command continues.
+can be interrupted: the output file contains the finished answers, and the same command continues.
 """
 
 import math
@@ -39,7 +39,7 @@ INFLIGHT = 1024
 # Maximum size of a request in bytes, the same as over HTTP.
 MAX_LINE = 32 * 2**20
 EXIT_ALL_FAILED = 1
-# The options of the engine that change answers; others change only the speed.
+# Engine options that change answers.  All others change only the speed.
 DECIDING = (
     "revision", "tokenizer", "tokenizer_revision", "hf_overrides", "dtype", "quantization", "seed", "runner",
     "convert", "pooler_config", "generation_config", "override_generation_config", "chat_template",

@@ -94,7 +94,7 @@ class Conversation:
         """Add a turn.
 
         Args:
-            images: URLs of the question's images; None for those that wait for the first question.
+            images: URLs of the question's images; None for the images passed to the constructor.
             num_tokens: tokens of the whole conversation including this turn; None to estimate them.
         """
         if num_tokens is None:
@@ -268,9 +268,9 @@ class AnswerEnd(NamedTuple):
 
 
 class Stopwatch:
-    """Measures one answer from the construction on; `add` passes each part of its text on to `show`.
+    """Measures one answer, starting at construction; `add` passes each part of its text on to `show`.
 
-    The time to the first part is the prompt's; the rate of the others is the generation speed.
+    The time to the first part is spent on the prompt; the rate of the others is the generation speed.
     """
 
     def __init__(self, show: Callable[[str], None]) -> None:

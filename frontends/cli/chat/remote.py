@@ -27,14 +27,14 @@ DEFAULT_URL = "http://127.0.0.1:8000/v1"
 CONNECT_S = 10.0
 # A slow machine needs minutes until the first token of a long prompt.
 SILENCE_S = 600.0
-# Time for the response to end after `[DONE]`, so that its connection can be reused.
+# Seconds to wait after `[DONE]` for the end of the response, so that its connection can be reused.
 CLOSING_S = 1.0
 # Maximum size of a response without a stream, in bytes.
 MAX_BODY = 2**20
 MAX_MESSAGE = 400
 TRY_AGAIN = (408, 429)
 TOO_LONG = (400, 413, 422)
-# How trouper, vLLM, OpenAI, llama.cpp and Ollama report an overlong prompt: codes if they send one, else their texts.
+# How trouper, vLLM, OpenAI, llama.cpp and Ollama report an overlong prompt: their error codes, or texts if they send no code.
 FULL = re.compile(
     r"context_length_exceeded|exceed_context_size|context (length|size|window)|max_model_len",
     re.IGNORECASE,
@@ -101,7 +101,7 @@ class RemoteServer(AsyncContextManagerMixin):
     def url(self) -> str:
         """The base address of the API, without a final slash.
 
-        An address without a path has got `/v1`, so the user may give only the server's host and port.
+        `/v1` was added to an address without a path, so the user may give only the server's host and port.
         """
         return str(self._url).rstrip("/")
 
@@ -160,7 +160,7 @@ class RemoteServer(AsyncContextManagerMixin):
         return found
 
     async def _models(self) -> list[RemoteModel]:
-        """Return the server's list of models, which has at least one."""
+        """Return the server's list of models.  Raises RemoteError if it is empty."""
         with self._explained():
             async with self._client.stream("GET", "models") as response:
                 await _check_status(response)
@@ -245,7 +245,9 @@ def _show_chunk(data: str, show: Show) -> _Chunk:
     try:
         chunk = msgspec.json.decode(data, type=_Chunk)
     except msgspec.MsgspecError:
-        raise RemoteError("the server sent an event that is not a chunk of an answer") from None
+        raise RemoteError(
+            "the server sent an invalid event: is this an OpenAI-compatible server?"
+        ) from None
     if chunk.error is not None:
         raise RemoteError(f"the server failed: {_message_of(chunk.error)}")
     for choice in chunk.choices:
@@ -265,7 +267,7 @@ async def _check_status(response: "Response") -> None:
     except msgspec.MsgspecError:
         error = None
     message = _message_of(error)
-    text = f"the server answers {status}: {message or response.reason_phrase}"
+    text = f"the server answered {status}: {message or response.reason_phrase}"
     if status in TOO_LONG and FULL.search(f"{_code_of(error)} {message}"):
         raise ContextFullError(text)
     if 400 <= status < 500 and status not in TRY_AGAIN:

@@ -38,7 +38,7 @@ Continue = Callable[[str, SamplingOptions, bool, Show], Awaitable[AnswerEnd]]
 CUT = "[cut at max_tokens]"
 COMMON_COMMANDS = frozenset({"help", "set", "show", "bye"})
 CHAT_COMMANDS = COMMON_COMMANDS | {"reset", "system", "save", "load"}
-LONGER = "start with a larger --max-model-len for longer ones"
+LONGER = "start with a larger --max-model-len for longer conversations"
 
 
 class Question(NamedTuple):
@@ -133,8 +133,8 @@ class ChatSubject:
     async def answer(self, question: str, interrupts: Interrupts) -> None:
         """Print the answer as it arrives, and add it to the conversation.
 
-        If Ctrl-C interrupts the answer, its text so far is kept. If the context is full, the oldest turns are left
-        out. After an error the conversation is unchanged.
+        If Ctrl-C interrupts the answer, the conversation contains its text so far. If the context is full, the oldest
+        turns are dropped from the prompt. After an error the conversation is unchanged.
 
         Raises:
             TrouperClientError: the conversation cannot be rendered, or the message alone is too long.
@@ -168,7 +168,7 @@ class ChatSubject:
         async def ask(on_text: Show) -> AnswerEnd:
             return await self._ask(asked, on_text)
 
-        # Printed with the first text, because the model may find this shorter prompt too long as well.
+        # Printed with the first text, because even this shorter prompt may be refused as too long.
         first = self._full_line(num_dropped) if num_dropped else None
         return await _answered(
             ask, interrupts, shows_stats=self.shows_stats, first_line=first, cut=self._cut
@@ -181,14 +181,14 @@ class ChatSubject:
         total = end.usage and end.usage.prompt_tokens + end.usage.completion_tokens
         if total and total < self._limit:
             return CUT
-        # Without usage, a server's own limit on answers looks like the end of the context.
+        # Without usage, the server's own limit on answers cannot be distinguished from a full context.
         also = "" if total else ", or the server limits answers"
         return f"[cut: context full{also}; {LONGER}]"
 
     def _full_line(self, num: int) -> str:
         of = "" if self._limit is None else f" of {self._limit:,} tokens"
         turns = "oldest turn is" if num == 1 else f"{num} oldest turns are"
-        return f"the context{of} is full: the {turns} left out; /reset starts a new conversation, {LONGER}"
+        return f"the context{of} is full: the {turns} dropped; /reset starts a new conversation, {LONGER}"
 
     def run_command(self, command: Command) -> None:
         """Run a command of chats: reset, system, save or load.  Raises TrouperValidationError for a bad argument.

@@ -3,8 +3,8 @@
 The rules are those of Ollama and llama-cli: three double quotes begin and end a message of several lines, a backslash at the end of a line
 continues the message, and `/word` is a command. A path such as `/usr/bin` is not.
 
-A model's text may contain control characters, which could change the terminal; stdin may be an open pipe without data, on which the
-command would wait without a word; and a read of stdin cannot be cancelled. These cases are handled here.
+This module also handles three problems: a model's text may contain control characters, which could change the terminal; stdin may be
+an open pipe without data, for which the command would wait without an explanation; and a read of stdin cannot be cancelled.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ class Command(NamedTuple):
 
 
 class Unknown(NamedTuple):
-    """A word that looks like a command but is none, with a hint for the user.
+    """A hint for the user about a word that looks like a command but is not one.
 
     Text that begins with a slash is usually a typing error; sending it to the model would hide that.
     """
@@ -283,7 +283,7 @@ def _read_stdin() -> str:
 
 
 def _note_wait() -> None:
-    """Explain the wait if stdin is a pipe without data, in which some programs start their commands."""
+    """Print why the command waits, if stdin is a pipe without data. Some programs start commands with such a pipe."""
     try:
         is_ready = bool(select.select([sys.stdin.fileno()], [], [], SLOW_S)[0])
     except (OSError, ValueError):
@@ -335,7 +335,7 @@ class PipeReader:
 
 @contextmanager
 def terminal_kept() -> Generator[None]:
-    """Restore the terminal's mode after the block, because the line editor changes it and may not get to restore it."""
+    """Restore the terminal's mode after the block, because the line editor changes it and may be killed before it restores it."""
     if not output.is_terminal(sys.stdin):
         yield
         return
