@@ -53,7 +53,7 @@ class Lark:
         )
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """Add a rule for JSON that is valid under a schema, and return its name.
+        """Add a rule for JSON valid under a schema, and return its name.
 
         White space is limited to what models usually write, so an output cannot consist of endless blanks.
         """

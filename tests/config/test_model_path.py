@@ -96,9 +96,9 @@ def test_quant_matches_whole_parts_of_name(hub, quantization, wanted):
 @pytest.mark.parametrize(
     ("quantization", "rule"),
     [
-        ("Q4_K", r"no Q4_K among its GGUF files: a-IQ4_K\.gguf, a-Q4_K_M\.gguf, a-Q4_K_S\.gguf, b-Q4_K_M"),
-        ("Q4_K_M", r"Q4_K_M names several of its GGUF files: a-Q4_K_M\.gguf, b-Q4_K_M\.gguf"),
-        ("", r"several models among its GGUF files, name one as org/x:QUANT: a-IQ4_K"),
+        ("Q4_K", r"no model matches Q4_K among its GGUF files: a-IQ4_K\.gguf, a-Q4_K_M\.gguf, a-Q4_K_S\.gguf, b-Q4_K_M"),
+        ("Q4_K_M", r"Q4_K_M matches several of its GGUF files: a-Q4_K_M\.gguf, b-Q4_K_M\.gguf"),
+        ("", r"several models among its GGUF files; choose one with org/x:QUANT: a-IQ4_K"),
     ],
 )  # fmt: skip
 def test_quant_of_none_or_several_lists_files(quantization, rule):
@@ -134,7 +134,7 @@ def test_repository_with_several_gguf_files_lists_them(hub, extra):
         assert place("org/x") == one.folder / "X-Q8_0.gguf"
     hub(*extra, "X-Q8_0.gguf", "X-Q4_0.gguf")
     with pytest.raises(
-        TrouperValidationError, match=r"name one as org/x:QUANT: X-Q4_0\.gguf, X-Q8"
+        TrouperValidationError, match=r"choose one with org/x:QUANT: X-Q4_0\.gguf, X-Q8"
     ):
         place("org/x")
 
@@ -162,7 +162,8 @@ def test_offline_quant_not_fetched_says_what_was(hub):
     place("org/x:Q8_0")
     hub.is_reached = False
     with pytest.raises(
-        TrouperValidationError, match=r"no Q4_0 among the downloaded .* \(the hub cannot be"
+        TrouperValidationError,
+        match=r"no model matches Q4_0 among the downloaded .* \(the hub cannot be",
     ):
         place("org/x:Q4_0")
     (hub.folder / "X-Q8_0.gguf").unlink()

@@ -319,7 +319,7 @@ _EQUIVALENT = """
     jit_monitor_verbose pt_load_map_location mm_device_do_normalize show_hidden_metrics_for_version
 """
 EQUIVALENT = frozenset(_EQUIVALENT.split())
-# Values other than the default that are accepted because the engine always behaves like this: recurrent states are float32, and
+# Values accepted in addition to the default, because the engine always behaves like this: recurrent states are float32, and
 # are saved at block boundaries.
 ALREADY_SO = {"mamba_cache_mode": "align", "mamba_ssm_cache_dtype": "float32"}
 

@@ -1,8 +1,8 @@
-"""How the layers of a model share the blocks of the KV cache, and how many blocks a sequence needs.
+"""Decide how the layers of a model share the blocks of the KV cache, and how many blocks a sequence needs.
 
-Layers with a sliding window need only the newest keys.  So layers are divided into groups of equal size, each of one window, and each
-group has a block table of its own: a block contains the keys and values of one group's layers.  All groups take their blocks from one
-pool, so memory never has to be divided between layers with and without a window.
+Layers with a sliding window need only the newest keys.  So layers are divided into groups of equal size, whose layers have the same
+window, and each group has its own block table: a block contains the keys and values of one group's layers.  All groups take blocks
+from one pool, so memory need not be partitioned between layers with and without a window.
 """
 
 from collections import Counter
@@ -14,12 +14,12 @@ import msgspec
 from trouper.config.engine_config import SchedulerConfig
 from trouper.config.media import MediaConfig
 
-# Each group is one more table to send and to look up in a step.
+# Each group adds a block table, which every step sends and reads.
 MAX_GROUPS = 16
-# Groups of equal size leave places without a layer.  This share of memory is worth less than fewer groups.
+# Groups of equal size leave some slots without a layer.  Up to this share of unused memory, fewer groups are preferred.
 MOST_PADDING = 0.08
-# If blocks are short, a prompt of a model with windows takes this many tokens in a step.  It then holds fewer blocks of the layers with
-# a window: for a window of 1,024 tokens 13 of 128 tokens instead of 17.
+# If free blocks are scarce, a step computes at most this many tokens of a prompt of a model with windows.  The prompt then holds fewer
+# blocks of layers with a window: for a window of 1,024 tokens, 13 blocks of 128 tokens instead of 17.
 SHORT_STEP = 512
 # The first layer of a stage, and the one behind its last.
 Span = tuple[int, int]
@@ -31,14 +31,14 @@ class KVLayout(msgspec.Struct, frozen=True):
     block_size: int
     # The window of each group; None if its layers see all tokens.
     windows: tuple[int | None, ...] = (None,)
-    # The tokens that a sequence computes in one step when blocks are short.  A group with a window holds blocks for them too.
+    # Maximum number of tokens of a sequence in a step when blocks are scarce.  A group with a window also holds their blocks.
     num_step_tokens: int = 1
-    # The bytes of a block on all workers together.  0 if they are not known.
+    # The bytes of a block on all workers together, or 0 if unknown.
     block_bytes: int = 0
 
     @property
     def has_windows(self) -> bool:
-        """Whether sequences give blocks back while they run."""
+        """Whether sequences free blocks while they run."""
         return self.windows != (None,)
 
     def num_blocks(self, num_tokens: int) -> int:
@@ -69,23 +69,26 @@ class KVLayout(msgspec.Struct, frozen=True):
         return num_blocks * num_tokens // self.num_blocks(num_tokens)
 
     def num_behind(self, window: int, position: int) -> int:
-        """Count the leading blocks of which a token at `position` or behind it sees no token."""
+        """Count the leading blocks outside the window of a token at `position`, and so can be freed."""
         return max(0, position - window + 1) // self.block_size
 
     def num_seen(self, window: int) -> int:
-        """Count the blocks before a block boundary that the token behind the boundary sees."""
+        """Count the blocks in the window of the first token after a block boundary."""
         return -(-(window - 1) // self.block_size)
 
     def _most(self, window: int | None) -> int:
         if window is None:
             return 2**40
-        # A fork begins inside a block, and may be taken back to its beginning.
+        # A fork begins inside a block, and may be rolled back to the start of this block.
         num_tokens = window - 1 + max(self.num_step_tokens, self.block_size)
         return -(-num_tokens // self.block_size) + 1
 
 
 def short_step(scheduler: SchedulerConfig, media: MediaConfig | None = None) -> int:
-    """Return the tokens that a sequence computes in one step when blocks are short: at least those of an image that see each other."""
+    """Return the maximum number of tokens of a sequence in a step when blocks are scarce.
+
+    All tokens of an image that see each other must fit into one step.
+    """
     most = scheduler.max_num_scheduled_tokens
     short = SHORT_STEP if media is None else max(SHORT_STEP, media.num_image_tokens)
     return min(most, short) if scheduler.enable_chunked_prefill else most
@@ -110,7 +113,7 @@ def tables_of(
         stages: the first layer of each stage of a pipeline, and the one behind its last.
 
     Returns:
-        None if the longest sequence would not take less memory than with one table for all layers.
+        None if groups would not save memory for the longest sequence, relative to one table for all layers.
     """
     kinds = sorted(set(windows) - {None}, reverse=True, key=lambda window: window or 0)
     ordered = [None, *kinds] if None in windows else kinds
@@ -137,7 +140,7 @@ def tables_of(
 
 
 def _dealt(windows: Sequence[int | None], groups: Mapping[int | None, int]) -> tuple[int, ...]:
-    """Deal the layers of each window out among its groups in turn, so that each stage has about its share of each group.
+    """Distribute the layers of each window evenly over its groups, so that each stage has a similar part of each group.
 
     Args:
         groups: the number of groups of each window.
@@ -153,8 +156,8 @@ def _dealt(windows: Sequence[int | None], groups: Mapping[int | None, int]) -> t
 def group_size(counts: Sequence[int]) -> int:
     """Choose the number of layers of a group.
 
-    A place without a layer costs most in a group without a window, whose blocks are never given back.  So groups are at most as large
-    as the least number of layers of one window, if that does not make too many groups.
+    An unused slot costs most in a group without a window, whose blocks are held until the sequence ends.  So a group has at most as many
+    layers as the rarest window, unless this makes too many groups.
 
     Args:
         counts: the number of layers of each window.

@@ -113,7 +113,7 @@ class MediaFamily(NamedTuple):
 
     Attributes:
         processor: its class for prompts with images; unused for audio.
-        inputs: those outputs of the processor that are arguments of the tower.
+        inputs: the arguments of the tower, if the processor returns them.
         has_grids: whether rows have positions in time, height and width (M-RoPE).
         library: the folder of transformers with the processor, if it is not named like the family.
         modality: the kind of media that the model takes.

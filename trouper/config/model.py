@@ -1,7 +1,7 @@
 """Describe a model folder by its JSON files and the headers of its weight files.  torch is never imported.
 
-The engine takes its decisions from the JSON files.  `trouper show` and Ollama's API also show sizes, shapes and types, which are read
-from headers, so a model of any size takes milliseconds.
+The engine's decisions depend on the JSON files only.  `trouper show` and Ollama's API also show sizes, shapes and types, which are read
+from the headers of weight files within milliseconds.
 """
 
 import hashlib
@@ -66,7 +66,7 @@ DTYPES = {
 }  # fmt: skip
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _STRETCHED = ("gemma3", "gemma3_text")
-# Their position table begins behind the index of the padding token.
+# Families with a position table that begins after the index of the padding token.
 _OFFSET_POSITIONS = (
     "roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "data2vec-text", "mpnet",
 )  # fmt: skip
@@ -75,15 +75,15 @@ _OFFSET_POSITIONS = (
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The description of a model folder by its JSON files.
 
-    It contains what the engine's front needs before the weights are read: names, sizes, stop tokens
+    It contains everything that the engine needs before the weights are read: names, sizes, stop tokens
     and sampling defaults.  `load` creates it.
     """
 
     # A folder or GGUF file on disk, or the name of a geometry.
     path: str
-    # Whether it is a GGUF file. Nothing else looks at the file again to find out.
+    # Whether `path` is a GGUF file, determined once by `load`.
     is_gguf: bool = False
-    # The name that the caller asked for.
+    # The name given by the user.
     name: str
     architecture: str
     # config.json, with a nested text_config lifted to the top.
@@ -158,10 +158,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def with_lengths_below(self, max_model_len: int) -> Self:
-        """Copy the description with a default of max_tokens that this engine's requests may use.
+        """Return a copy with a default of max_tokens that fits the engine's context.
 
-        A model's generation_config.json may ask for more tokens than the engine's context holds.
-        Every request without its own value would then be refused.
+        A model's generation_config.json may set a larger default, with which every request without its own value would be
+        refused.
         """
         wanted = self.default_sampling.get("max_tokens")
         if wanted is None or wanted <= max_model_len:
@@ -194,7 +194,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _whole_model(architecture: str, config: dict[str, Any]) -> str:
-    """Return the class of a model that sees, for vLLM's name of its classifier by tokens: the weights are the same."""
+    """Translate vLLM's name of a vision model's classifier to the model's own class, which has the same weights."""
     name = architecture.removesuffix(CLASSIFIERS)
     is_alias = name != architecture and {"classifier_from_token", "vision_config"} <= config.keys()
     return f"{name}ForConditionalGeneration" if is_alias else architecture
@@ -286,7 +286,7 @@ def tokenizer_path(args: EngineArgs, model: ModelConfig) -> str:
 
 
 def concrete_dtype(wanted: str, model: ModelConfig) -> str:
-    """Return the dtype to compute in.  `auto` is the stored one, or bfloat16 for integer weights, which its kernels support."""
+    """Return the dtype of computation.  `auto` is the stored dtype, or bfloat16 for integer weights, because their kernels need it."""
     stored = "bfloat16" if model.hf_config.get("quantization_config") else model.dtype
     name = str(stored if wanted == "auto" else wanted).removeprefix("torch.")
     if name not in DTYPES:
@@ -315,7 +315,7 @@ def kv_bytes_per_token(model: ModelConfig, dtype: str, num_ranks: int = 1) -> in
 
 
 def lasting_share(config: Mapping[str, Any]) -> float:
-    """Return the share of the layers with keys that see all tokens, as far as config.json names the layers with a window."""
+    """Return the share of attention layers without a sliding window, or 1 if config.json does not list the layers with one."""
     kinds = [kind for kind in config.get("layer_types") or () if kind.endswith("_attention")]
     num_full = kinds.count("full_attention")
     if config.get("sliding_window") is None or not num_full:
@@ -329,7 +329,7 @@ STORED = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 class ModelFiles(msgspec.Struct, frozen=True):
-    """Sizes and shapes of a model's weight files, known without reading the weights.
+    """Sizes and shapes of a model's weight files, from their headers.
 
     `digest` identifies the files by name, size and time of change; it is no hash of their contents,
     which would take minutes for a large model.

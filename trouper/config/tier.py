@@ -110,7 +110,7 @@ class _Tiering(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Connector(msgspec.Struct, forbid_unknown_fields=True):
-    """The form of vLLM's `kv_transfer_config` that is equivalent to `kv_tier_dir`."""
+    """The form of vLLM's `kv_transfer_config` equivalent to `kv_tier_dir`."""
 
     kv_connector: Literal["OffloadingConnector"]
     kv_connector_extra_config: _Tiering

@@ -1,4 +1,4 @@
-"""Encoders in GGUF files: the corresponding config.json, and the tensor names of a safetensors folder.
+"""Translate encoders in GGUF files to the config.json and the tensor names of a safetensors folder.
 
 The architecture `bert` covers BERT's own models and XLM-RoBERTa's; for the latter the table of positions starts with the
 first position in the file.  Files with the `pooling_type` RANK are classifiers, which llama.cpp computes like BERT's:

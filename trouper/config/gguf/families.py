@@ -1,11 +1,11 @@
-"""The differences of GGUF architectures from each other: names, keys and scales, those of families with layer norms, and experts.
+"""Describe how GGUF architectures differ: names of modules, keys, scales, layer norms and experts.
 
 Each entry also records the order of a file's rows of q and k.  llama.cpp's architectures with "normal" rotation rotate
 neighbouring dimensions.  Their files are permuted if the checkpoint rotates halves, and unchanged if the checkpoint rotates
-neighbours as well (GLM, ERNIE).  The number and widths of experts are read from the header alike for all of them.
+neighbours as well (GLM, ERNIE).  The number and width of experts are read from the header in the same way for all architectures.
 
-llama.cpp adds keys about attention and positions as models need them.  If this engine ignored a key, the model would silently compute
-something else.  So an unknown key is an error, and a known key without support must have its neutral value.
+llama.cpp adds keys about attention and positions when a new model needs them.  If trouper ignored such a key, the model would silently
+compute something else.  So an unknown key is an error, and a known but unsupported key must have its neutral value.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,7 +29,7 @@ _READ = frozenset(
 _HARMLESS = frozenset(
     {"rope.scaling.finetuned", "attention.layer_norm_epsilon", "attention.group_norm_epsilon"}
 )
-# The neutral values.
+# Keys accepted only with these neutral values.
 _NEUTRAL: dict[str, tuple[float, ...]] = {
     "attention.max_alibi_bias": (0,), "attention.clamp_kqv": (0,), "attention.shared_kv_layers": (0,),
     "attention.q_lora_rank": (0,), "attention.kv_lora_rank": (0,), "attention.output_scale": (0, 1),
@@ -103,7 +103,7 @@ def layer_types(header: Gguf, at: str, num_layers: int) -> list[str] | None:
 
 
 def layer_numbers(header: Gguf, key: str) -> list[int] | None:
-    """Return the integers of an array with one for each layer, or None if the key is missing or has another type."""
+    """Return an array with one integer for each layer, or None if the key is missing or has another type."""
     found = header.metadata.get(key)
     if found is None or isinstance(found, int | float | str | bytes):
         return None
@@ -134,8 +134,8 @@ def experts_of(header: Gguf, at: str) -> dict[str, Any]:
         at: the architecture's name and a dot.
 
     Raises:
-        TrouperValidationError: the file has no tensor of that many experts. A number without such a tensor could allocate
-            memory for any number of names.
+        TrouperValidationError: the file has no tensor with this number of experts.  Without this check, a header could claim any
+            number, and the names of that many experts would fill the memory.
     """
     count = header.need(at + "expert_count", int)
     gate = _first(header, *GATES)
@@ -152,12 +152,12 @@ def experts_of(header: Gguf, at: str) -> dict[str, Any]:
 
 
 def expert_width(header: Gguf, at: str, config: dict[str, Any]) -> int:
-    """Return the width of an expert.  Files whose MLPs all have the same width lack a key of its own."""
+    """Return the width of an expert, which is that of the MLPs in files without a key for experts."""
     return header.get(at + "expert_feed_forward_length", int) or config["intermediate_size"]
 
 
 def shared_width(header: Gguf, at: str) -> int | None:
-    """Return the width of the shared expert, from its tensor in files from before the key, or None without one."""
+    """Return the width of the shared expert, or None without one.  Older files lack its key, so its tensor is used there."""
     width = header.get(at + SHARED_WIDTH, int)
     gate = _first(header, ".ffn_gate_shexp.weight")
     return width or (None if gate is None else gate.shape[0])
@@ -183,7 +183,7 @@ class Family(NamedTuple):
     norms: Mapping[str, str] = PRE_NORMS
     # Whether the rows of q and k are stored in pairs, not in halves.
     is_permuted: bool = False
-    # The number that the file's norms include and a checkpoint's do not.
+    # The number added to the weights of norms in the file, relative to a checkpoint.
     norm_offset: float = 0.0
     # The modules of a layer with other names than Llama's.
     modules: Mapping[str, str] = MappingProxyType({})
@@ -213,7 +213,7 @@ _HUNYUAN = {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm
 
 
 def _mistral3(header: Gguf, at: str, config: Fields) -> Fields:
-    """Read Ministral 3, with queries scaled by their positions, and the older models of the same architecture name."""
+    """Read Ministral 3, whose queries are scaled by position, and older models with the same architecture name."""
     scaling: Fields = dict(config.get("rope_scaling") or {"rope_type": "default"})
     multiplier = header.get(at + _LOG_MULTIPLIER, float)
     if multiplier and scaling["rope_type"] == "yarn":
@@ -242,7 +242,7 @@ def _chatglm(header: Gguf, _at: str, _config: Fields) -> Fields:
 
 
 def _minicpm(header: Gguf, at: str, config: Fields) -> Fields:
-    """Read the scales.  Old files omit them, and a default would be a guess."""
+    """Read MiniCPM's scales.  Old files omit them, and are refused, because a default would be a guess."""
     share = config["hidden_size"] // max(1, config["num_attention_heads"])
     return {
         "attention_multiplier": (config.get("head_dim") or share) ** -0.5,
@@ -326,7 +326,7 @@ _PARALLEL = "use_parallel_residual"
 
 
 def _gpt2(header: Gguf, _at: str, config: Fields) -> Fields:
-    """Read the fields of GPT-2 and BigCode, which have another name for the width in config.json."""
+    """Read the fields of GPT-2 and BigCode, for which config.json has another name of the MLP's width."""
     is_multi_query = config["num_key_value_heads"] == 1
     if not is_multi_query and config["model_type"] == "gpt_bigcode":
         rule = f"{header.path.name}: starcoder with a key for each head is not supported"

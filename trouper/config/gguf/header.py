@@ -26,7 +26,7 @@ from trouper.errors import TrouperValidationError, UnsupportedFeatureError, inva
 from trouper.extras import install_hint
 
 if TYPE_CHECKING:
-    # Other functions import it at run time, because `trouper --help` does not need it.
+    # Functions import numpy when they run, so that `trouper --help` starts fast.
     import numpy as np
 
 MAGIC = b"GGUF"
@@ -249,7 +249,7 @@ class _Reader:
             self._refuse("is big endian" if is_swapped else f"version {version}, not 2 or 3")
         num_tensors, num_keys = self._number(8, 8), self._number(16, 8)
         self._at = 24
-        # The entry of a tensor takes at least 8 + 4 + 8 + 4 + 8 bytes, that of a key 8 + 4 + 1.
+        # The header entry of a tensor takes at least 8 + 4 + 8 + 4 + 8 bytes, and that of a key 8 + 4 + 1.
         self._check_count(num_tensors, 32, MAX_NAMES, "tensors")
         self._check_count(num_keys, 13, MAX_NAMES, "keys")
         metadata: dict[str, Any] = {}

@@ -1,9 +1,9 @@
-"""GGUF architectures in which recurrent mixers replace the attention of most layers.
+"""Read GGUF architectures in which recurrent mixers replace the attention of most layers.
 
-llama.cpp stores the value heads of Qwen3.5's gated delta nets in another order: the first value head of each key head, then
-the second of each, while a checkpoint has all value heads of a key head together.  `actors/executor/weights/gguf.py` undoes
-this for all tensors that have rows, columns or numbers of value heads.  Qwen3-Next keeps the checkpoint's order of heads, but
-only old files have q, k, v and z in one matrix (`ssm_in`).
+llama.cpp reorders the value heads of Qwen3.5's gated delta nets: first the first value head of every key head, then the second of
+every key head, and so on.  A checkpoint stores all value heads of a key head together.  `actors/executor/weights/gguf.py` restores the
+checkpoint's order in all tensors with an axis of value heads.  Files of Qwen3-Next have the checkpoint's order; old ones store q, k, v
+and z in one matrix (`ssm_in`).
 """
 
 from collections.abc import Mapping
@@ -74,7 +74,7 @@ def _qwen35(header: Gguf, at: str, config: Fields) -> Fields:
 
 
 def _ssm_sizes(header: Gguf, at: str) -> tuple[int, ...]:
-    """Return the taps, the size of a state, the groups, the heads and the size of all heads together."""
+    """Return the number of taps, the size of a state, and the numbers of groups, heads and inner dimensions."""
     names = ("conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size")
     return tuple(header.need(f"{at}ssm.{name}", int) for name in names)
 
@@ -161,7 +161,7 @@ def _lfm2_moe(header: Gguf, at: str, config: Fields) -> Fields:
 
 
 def _lfm2(header: Gguf, at: str, config: Fields) -> Fields:
-    """Read the layers with attention, which have KV heads, and the taps of the others."""
+    """Read which layers have attention (those with KV heads), and the taps of the convolutions in the others."""
     heads = _kv_heads(header, at, config)
     own: dict[str, Any] = {
         "layer_types": ["full_attention" if count else "conv" for count in heads],

@@ -1,6 +1,6 @@
 """Find the GGUF files of a model by their names, and translate the fields and tensors of their headers.
 
-A model is a file, or a split.  Its name is the name of its (first) file without `.gguf` and the suffix of the split.  QUANT
+A model is one file, or a split of several files.  Its name is that of its (first) file without `.gguf` and the split's suffix.  QUANT
 in `ORG/NAME:QUANT` matches complete parts of the name, ignoring case: parts are separated by `-`, `.` and `/`, and may
 begin after `_`.  So F16 does not match BF16, and Q4_K matches neither Q4_K_M nor IQ4_K.  A complete name matches exactly.
 
@@ -76,7 +76,7 @@ def choose_gguf(
     Args:
         names: paths in the folder or the repository, with `/`.
         place: the folder or the repository, for messages.
-        what: a word for all of these files, for messages.
+        what: a description of these files, for messages.
 
     Raises:
         TrouperValidationError: several models match, or none of them; the message lists them.
@@ -88,11 +88,11 @@ def choose_gguf(
     whole = [models[label][0] for label in matching or models]
     shown = ", ".join(whole[:MANY]) + (", …" if len(whole) > MANY else "")
     if not matching:
-        rule = f"no {quantization} among {what}: {shown}"
+        rule = f"no model matches {quantization} among {what}: {shown}"
     elif quantization:
-        rule = f"{quantization} names several of {what}: {shown}"
+        rule = f"{quantization} matches several of {what}: {shown}"
     else:
-        rule = f"several models among {what}, name one as {place}:QUANT: {shown}"
+        rule = f"there are several models among {what}; choose one with {place}:QUANT: {shown}"
     raise invalid("model", rule, place)
 
 
@@ -172,7 +172,7 @@ def family_of(header: Gguf) -> Family:
     if family is None:
         known = ", ".join((*FAMILIES, *ENCODER_NAMES))
         raise UnsupportedFeatureError(
-            f"{header.path.name}: architecture {name[:80]!r} is not supported; known are {known}",
+            f"{header.path.name}: architecture {name[:80]!r} is not supported; supported: {known}",
             parameter="model",
         )
     return family
@@ -240,7 +240,7 @@ def _mlp_width(header: Gguf, at: str) -> int:
 
 
 def _num_layers(header: Gguf, at: str) -> int:
-    """Return the number of layers without those behind the last one, which predict further tokens."""
+    """Return the number of layers, without the additional ones at the end that predict several tokens (MTP)."""
     count, key = header.need(at + "block_count", int), at + "nextn_predict_layers"
     extra = header.get(key, int) or 0
     if not 0 <= extra < count:
@@ -261,7 +261,7 @@ def _num_kv_heads(header: Gguf, at: str) -> int | None:
     return next(iter(found), None)
 
 
-# Vectors whose names in a file have another ending.
+# Endings of vectors' names in a checkpoint, and the different endings in a file.
 VECTORS = {
     "A_log": "ssm_a", "dt_bias": "ssm_dt.bias", "D": "ssm_d", "expert_bias": "exp_probs_b.bias",
 }  # fmt: skip
@@ -378,7 +378,9 @@ def _plain_scaling(header: Gguf, at: str, original: int | None) -> dict[str, Any
 def _floats(header: Gguf, name: str) -> list[float]:
     tensor = header.tensors.get(name)
     if tensor is None or tensor.type.name != "F32" or tensor.num_bytes > 2**16:
-        raise invalid("model", f"{header.path.name}: {name} is no table of F32", str(header.path))
+        raise invalid(
+            "model", f"{header.path.name}: {name} must be a vector of type F32", str(header.path)
+        )
     with open(tensor.file, "rb") as file:
         file.seek(tensor.offset)
         return list(struct.unpack(f"<{tensor.num_bytes // 4}f", file.read(tensor.num_bytes)))
@@ -389,7 +391,7 @@ def _head_dim(config: dict[str, Any]) -> int:
 
 
 def _gemma(header: Gguf, at: str, config: dict[str, Any], num_large: int) -> dict[str, Any]:
-    """The largest model of each family scales attention by the width of a hidden state divided by the heads, not of a head."""
+    """Add Gemma's attention scale: for the largest model of a family the hidden size divided by the heads, else the head's width."""
     is_large = config["num_hidden_layers"] == num_large
     share = config["hidden_size"] // max(1, config["num_attention_heads"])
     return {
@@ -414,7 +416,7 @@ def _gemma3(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _olmo(_header: Gguf, _at: str, config: dict[str, Any]) -> dict[str, Any]:
-    """OLMo 3's files use the name of OLMo 2, but have windows.  Only layers without a window are scaled."""
+    """Recognise OLMo 3, whose files use the name of OLMo 2, by its windows.  Only layers without a window are scaled."""
     if not config.get("sliding_window"):
         return {}
     theta: dict[str, Any] = {"rope_theta": config.get("rope_theta", 500_000.0)}
@@ -450,7 +452,7 @@ def _granite_moe(header: Gguf, at: str, config: dict[str, Any]) -> dict[str, Any
 
 
 def _llama(header: Gguf, at: str, _config: dict[str, Any]) -> dict[str, Any]:
-    """Mixtral's files use the name of Llama."""
+    """Recognise Mixtral, whose files use the name of Llama, by its experts."""
     if not header.get(at + "expert_count", int):
         return {}
     own = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
