@@ -146,7 +146,7 @@ def test_rotation_has_the_base_beside_its_parameters():
 @pytest.mark.parametrize(
     ("kind", "changes", "problem"),
     [
-        ("llava", {"vision_feature_layer": -4}, "vision_feature_layer is -4, for a tower of 2"),
+        ("llava", {"vision_feature_layer": -4}, "vision_feature_layer is -4, but the tower has 2"),
         ("llava", {"vision_feature_layer": []}, r"vision_feature_layer is \[\]"),
         ("llava", {"vision_feature_select_strategy": "patch"}, "vision_feature_select_strategy"),
         ("internvl", {"vision_config": {"image_size": [28, 56]}}, "height and width of"),

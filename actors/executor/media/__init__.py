@@ -1,1 +1,1 @@
-"""Vision and audio towers: the rows of numbers used for images and recordings in a prompt."""
+"""Compute the embeddings of images and recordings in a prompt, with vision and audio towers."""

@@ -1,9 +1,10 @@
-"""Compute the rows of images, and keep those of the last images in memory.
+"""Compute the embedding rows of images and recordings ("items"), and cache the most recently used ones.
 
 Laws.
-1. An item is computed separately, so its rows do not depend on what else is in a step.
-2. A sequence keeps the rows that it has asked for until it has read them, whatever the cache forgets.
-3. An error of the tower belongs to the step that reads the rows, because the search for a culprit looks at entries of steps.
+1. Each item is computed separately, so its rows do not depend on what else is in a step.
+2. A sequence holds the rows of its items until it has read them, even if the cache evicts them.
+3. An error of the tower is raised in the step that reads the rows, because the scheduler finds the failing request among the entries
+   of a failed step.
 """
 
 import time
@@ -17,17 +18,17 @@ from torch import Tensor
 from trouper.actors.executor.media.tower import MediaTower, SlicedWork
 from trouper.actors.messages.media import MediaItem
 
-# Items between two calls of `give_back`: each item leaves about 1 MiB of freed memory between blocks in use.
+# Items between two calls of `give_back`: after each item, the allocator keeps about 1 MiB of fragmented free memory.
 GIVE_BACK_ITEMS = 16
 
 
 class MediaEncoder:
-    """The vision tower of a runner, with a cache of rows by key.
+    """Run the tower of a runner, and cache its rows by the items' keys.
 
     Args:
-        load: reads the tower.
-        cache_bytes: the most bytes of cached rows.
-        give_back: returns freed memory to the system, which the allocator would keep: 500 MiB after 500 images.
+        load: loads the tower.
+        cache_bytes: the maximum size of the cache.
+        give_back: returns freed memory to the operating system. The allocator would otherwise keep 500 MiB after 500 images.
     """
 
     def __init__(
@@ -41,12 +42,12 @@ class MediaEncoder:
         self._tower: MediaTower | None = None
         self._rows = OrderedDict[bytes, Tensor]()
         self._num_bytes = 0
-        # The key of the item encoded in slices.
+        # The key and the work of the item in progress.
         self._begun: tuple[bytes, SlicedWork] | None = None
 
     @property
     def num_weight_bytes(self) -> int:
-        """Return the bytes that the tower takes in memory."""
+        """Return the size of the tower's weights in memory."""
         return 0 if self._tower is None else self._tower.num_bytes
 
     @property
@@ -55,12 +56,12 @@ class MediaEncoder:
         return self._num_bytes
 
     def load(self) -> None:
-        """Read the tower unless it is in memory.  Raises like `load`."""
+        """Load the tower unless it is already in memory.  Raises what `load` raises."""
         if self._tower is None:
             self._tower = self._load()
 
     def sleep(self, level: int) -> None:
-        """Forget all rows at level 1, and the tower too at level 2."""
+        """Drop the cached rows and the item in progress at level 1, and also the tower at level 2."""
         if level >= 1:
             self._rows.clear()
             self._num_bytes = 0
@@ -71,9 +72,9 @@ class MediaEncoder:
             self._tower = None
 
     def advance(self, wholes: Sequence["WholeItem"], seconds: float) -> int:
-        """Encode items in their order for about this time, and return how many of them are ready to be read.
+        """Encode items in order for about this many seconds.  Returns how many of them, from the first on, are ready to be read.
 
-        An item begun for another sequence is finished first.  At least one slice is computed unless all are ready.
+        An item begun for another sequence is finished first.  At least one slice is computed unless all items are ready.
         """
         deadline = time.monotonic() + seconds
         for i, whole in enumerate(wholes):
@@ -81,32 +82,32 @@ class MediaEncoder:
                 key, work = self._begun or self._begin(whole.item)
                 if key == whole.item.key:
                     whole.work = work
-                self._go_on(deadline - time.monotonic())
+                self._resume(deadline - time.monotonic())
                 if time.monotonic() >= deadline and not whole.is_ready():
                     return i
         return len(wholes)
 
     def cached(self, item: MediaItem) -> Tensor | None:
-        """Return the rows of an item if the cache has them, and keep them for longer."""
+        """Return the rows of an item and mark them as recently used, or None if they are not cached."""
         if item.key in self._rows:
             self._rows.move_to_end(item.key)
         return self._rows.get(item.key)
 
     def rows(self, item: MediaItem) -> Tensor:
-        """Return the rows [R, E] of an item: from the cache, or computed now without slices.
+        """Return the rows [R, E] of an item from the cache, or compute them now in one go.
 
         Raises:
             RuntimeError: the tower is not loaded, or its rows do not fit the item.
         """
         while (found := self.cached(item)) is None and self._begun is not None:
             key, work = self._begun
-            self._go_on(inf)
+            self._resume(inf)
             if key == item.key:
                 return work.result()
         if found is None:
             with torch.inference_mode():
                 found = self._loaded().rows(item)
-            self._keep(item.key, found)
+            self._cache(item.key, found)
         return found
 
     def _loaded(self) -> MediaTower:
@@ -118,17 +119,17 @@ class MediaEncoder:
         self._begun = item.key, self._loaded().begin(item)
         return self._begun
 
-    def _go_on(self, seconds: float) -> None:
-        """Continue the begun item, and keep its rows if this was the end of it."""
+    def _resume(self, seconds: float) -> None:
+        """Continue the item in progress for this many seconds, and cache its rows if it is finished."""
         assert self._begun is not None
         key, work = self._begun
         if work.advance(seconds):
             self._begun = None
             if not work.has_failed:
-                self._keep(key, work.result())
+                self._cache(key, work.result())
 
-    def _keep(self, key: bytes, rows_RE: Tensor) -> None:
-        """Keep rows until newer ones need their room."""
+    def _cache(self, key: bytes, rows_RE: Tensor) -> None:
+        """Cache rows, and evict the least recently used ones above the size limit."""
         self._num_computed += 1
         if self._num_computed % GIVE_BACK_ITEMS == 0:
             self._give_back()
@@ -142,23 +143,23 @@ class MediaEncoder:
 
 
 class WholeItem:
-    """An item of one sequence, and its rows from the time when they are encoded or read."""
+    """Hold an item of one sequence, and its rows once they are encoded or read."""
 
     def __init__(self, item: MediaItem, encoder: MediaEncoder) -> None:
         self.item = item
-        # Encodes the item in slices, perhaps for several sequences.
+        # Encodes the item in slices. Sequences with the same item share it.
         self.work: SlicedWork | None = None
         self._encoder = encoder
         self._rows: Tensor | None = None
 
     def is_ready(self) -> bool:
-        """Whether `rows` returns, or raises, at once."""
+        """Return whether `rows` would return or raise without computing."""
         if self._rows is None:
             self._rows = self._encoder.cached(self.item)
         return self._rows is not None or (self.work is not None and self.work.has_ended)
 
     def rows(self) -> Tensor:
-        """Return the rows of the item.  Raises the tower's error, if it had one."""
+        """Return the rows of the item, computing them if necessary.  Raises the tower's error if it failed."""
         if not self.is_ready():
             self._rows = self._encoder.rows(self.item)
         if self._rows is None:
@@ -167,7 +168,7 @@ class WholeItem:
         return self._rows
 
     def runs(self) -> list[tuple[int, "ItemRows"]]:
-        """Return the rows of each run, with the position of the first one in the prompt."""
+        """Return each run of placeholder tokens as its first position in the prompt and its rows."""
         made: list[tuple[int, ItemRows]] = []
         begin = 0
         for offset, length in self.item.runs:
@@ -177,7 +178,7 @@ class WholeItem:
 
 
 class ItemRows:
-    """The rows of one run of an item's tokens."""
+    """Give access to the rows of one run of an item's placeholder tokens.  Slicing it may compute the item."""
 
     def __init__(self, whole: WholeItem, begin: int, length: int) -> None:
         self._whole, self._begin, self._length = whole, begin, length

@@ -1,4 +1,4 @@
-"""Projectors: from the patches of an image, as a vision tower encodes them, to rows of the text model.
+"""Projectors, which turn the patches that a vision tower has encoded into embedding rows of the text model.
 
 B  tiles of an image    L  patches of a tile    E  width of the tower    R  rows of the image
 """
@@ -18,7 +18,7 @@ NINE_TILES = "anyres_max_9"
 
 
 def activations() -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return the activations of towers by the library's names."""
+    """Return activation functions by transformers' names."""
     return {
         "gelu": F.gelu,
         "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -29,10 +29,10 @@ def activations() -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 class TowerRmsNorm(nn.Module):
-    """A norm without a mean.
+    """Normalize by the root mean square (RMS norm).
 
     Args:
-        has_offset: the weight is what must be added to 1, as in Gemma, and is multiplied before the result is rounded.
+        has_offset: scale by 1 + weight before rounding to the dtype, like Gemma. Otherwise by the weight, after rounding.
     """
 
     def __init__(self, width: int, eps: float, *, has_offset: bool = False) -> None:
@@ -41,7 +41,7 @@ class TowerRmsNorm(nn.Module):
         self._eps, self._has_offset = eps, has_offset
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the norm of the last dimension."""
+        """Normalize the last dimension."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self._eps)
         if self._has_offset:
@@ -50,13 +50,13 @@ class TowerRmsNorm(nn.Module):
 
 
 class LlavaProjector(nn.Module):
-    """Two products with an activation in between.
+    """Project with two linear layers and an activation between them.
 
     Args:
         raw: the contents of config.json.
-        width: numbers of an encoded patch, of all chosen layers.
-        row_size: numbers of a row.
-        grid: patches of a side of a tile.
+        width: the features of an encoded patch, of all chosen layers together.
+        row_size: the features of a row, equal to the text model's hidden size.
+        grid: patches along one side of a tile.
     """
 
     def __init__(self, raw: Fields, width: int, row_size: int, grid: int) -> None:
@@ -69,26 +69,28 @@ class LlavaProjector(nn.Module):
 
     @classmethod
     def supports(cls, raw: Fields) -> bool:
-        """Whether the configuration describes this projector."""
+        """Return whether this class computes the projector that the configuration describes."""
         strategy = raw.get("vision_feature_select_strategy", "default")
         is_known = strategy in ("default", "full")
         return is_known and raw.get("projector_hidden_act", "gelu") in activations()
 
     @classmethod
     def layers(cls, raw: Fields, num_layers: int) -> tuple[int, ...] | None:
-        """Return after how many layers hidden states are read, or None for the last ones behind the last norm.
+        """Return after which numbers of layers hidden states are read, or None for the output of the final norm.
 
         Raises:
-            ValueError: the tower does not have so many.
+            ValueError: the tower has fewer layers.
         """
         given = raw.get("vision_feature_layer", -2)
         chosen: Sequence[int] = [given] if isinstance(given, int) else given
         if not chosen or not all(-num_layers - 1 <= i <= num_layers for i in chosen):
-            raise ValueError(f"vision_feature_layer is {given}, for a tower of {num_layers} layers")
+            raise ValueError(
+                f"vision_feature_layer is {given}, but the tower has {num_layers} layers"
+            )
         return tuple(i if i >= 0 else i + num_layers + 1 for i in chosen)
 
     def num_tiles(self, given: Mapping[str, Tensor]) -> int | None:
-        """Return how many tiles of the arrays belong to the image, or None for all."""
+        """Return how many tiles of the arrays belong to the image, the others being padding.  None means all."""
         return None
 
     def forward(self, x_BLE: Tensor, grid: Grid, given: Mapping[str, Tensor]) -> Tensor:
@@ -105,7 +107,7 @@ class LlavaProjector(nn.Module):
 
 
 class TiledProjector(LlavaProjector):
-    """The projector of LLaVA-Next: tiles are joined to one image whose lines end with a mark, behind the small image."""
+    """Project like LLaVA-Next: the downscaled image comes first, then the tiles, joined to one image with a newline row after each line."""
 
     def __init__(self, raw: Fields, width: int, row_size: int, grid: int) -> None:
         super().__init__(raw, width, row_size, grid)
@@ -116,18 +118,18 @@ class TiledProjector(LlavaProjector):
 
     @classmethod
     def supports(cls, raw: Fields) -> bool:
-        """Whether the configuration has the shapes into which images are cut; the library's are too long to repeat."""
+        """Return whether the configuration lists the shapes into which images are cut.  Transformers' default list is not supported."""
         has_size = isinstance(raw["vision_config"].get("image_size"), int | list)
         return super().supports(raw) and has_size and bool(raw.get("image_grid_pinpoints"))
 
     def num_tiles(self, given: Mapping[str, Tensor]) -> int | None:
-        """Return how many tiles the size of the image needs, with the small image in front; 1 if it is not cut."""
+        """Return the number of tiles for the image's size, including the downscaled image.  Returns 1 if it is not cut."""
         if not self._is_cut(given):
             return 1
         return num_tiles(_size_of(given), self._pinpoints, self._side)
 
     def forward(self, x_BLE: Tensor, grid: Grid, given: Mapping[str, Tensor]) -> Tensor:
-        """Return the rows; see LlavaProjector."""
+        """Return rows [R, row_size]; see `LlavaProjector.forward`."""
         rows = self._projected(x_BLE[:, 1:] if self._drops_first else x_BLE)
         if len(rows) == 1:
             return torch.cat([rows[0], self.image_newline[None]])
@@ -143,23 +145,23 @@ class TiledProjector(LlavaProjector):
         return True
 
     def _scaled(self, image: Tensor, grid: Grid) -> Tensor:
-        """Return the image [row_size, h, w], or a smaller one if it has too many rows."""
+        """Return the image [row_size, h, w], scaled down if it has too many rows."""
         return image
 
 
 class OneVisionProjector(TiledProjector):
-    """The projector of LLaVA-OneVision, which scales an image of too many patches down."""
+    """Project like LLaVA-OneVision, which scales down an image of too many patches."""
 
     def __init__(self, raw: Fields, width: int, row_size: int, grid: int) -> None:
         super().__init__(raw, width, row_size, grid)
         self._drops_first = raw.get("vision_feature_select_strategy", "full") == "default"
-        # At most nine tiles in `anyres_max_9`.
+        # `anyres_max_9` means at most nine tiles.
         ratio = str(raw.get("vision_aspect_ratio", NINE_TILES))
         self._most = int(ratio.removeprefix(ANY_SHAPE))
 
     @classmethod
     def supports(cls, raw: Fields) -> bool:
-        """Whether the configuration has the shapes of images and limits the number of tiles."""
+        """Return whether the configuration lists the shapes of images and limits the number of tiles."""
         ratio = str(raw.get("vision_aspect_ratio", NINE_TILES))
         return super().supports(raw) and ratio.removeprefix(ANY_SHAPE).isdecimal()
 
@@ -180,7 +182,7 @@ class OneVisionProjector(TiledProjector):
 
 
 class _LastProjector(nn.Module):
-    """A projector of the last hidden states behind the last norm."""
+    """Share the parts of projectors that read the output of the tower's final norm."""
 
     @classmethod
     def supports(cls, raw: Fields) -> bool:
@@ -195,7 +197,7 @@ class _LastProjector(nn.Module):
 
 
 class ShufflingProjector(_LastProjector):
-    """The projector of Idefics 3: the patches of a square become one row."""
+    """Project like Idefics 3: the patches of a square become one row."""
 
     def __init__(self, raw: Fields, width: int, row_size: int, grid: int) -> None:
         super().__init__()
@@ -207,7 +209,7 @@ class ShufflingProjector(_LastProjector):
 
 
 class InternProjector(_LastProjector):
-    """The projector of InternVL: a norm and two products of the patches of a square, without the class token."""
+    """Project like InternVL: a norm and two linear layers on the patches of a square, without the class token."""
 
     def __init__(self, raw: Fields, width: int, row_size: int, grid: int) -> None:
         super().__init__()
@@ -235,7 +237,7 @@ class InternProjector(_LastProjector):
 
 
 class MergingProjector(LlavaProjector):
-    """The projector of Mistral 3: a norm, one product for the patches of a square, and LLaVA's two."""
+    """Project like Mistral 3: a norm, a linear layer that merges the patches of a square, and LLaVA's two layers."""
 
     def __init__(self, raw: Fields, width: int, row_size: int, grid: int) -> None:
         super().__init__({"multimodal_projector_bias": False, **raw}, width, row_size, grid)
@@ -254,12 +256,12 @@ class MergingProjector(LlavaProjector):
 
     def forward(self, x_BLE: Tensor, grid: Grid, given: Mapping[str, Tensor]) -> Tensor:
         parts = _squares(self.norm(x_BLE), grid, self._factor)
-        # Unlike in other families, the patches of a square alternate within a feature.
+        # Unlike other families, this one orders the numbers by feature, then by patch of the square.
         return self._projected(self.merging_layer(parts.transpose(2, 3).flatten(2))).flatten(0, 1)
 
 
 class PoolingProjector(_LastProjector):
-    """The projector of Gemma 3: the mean of the patches of a square, a norm and one product."""
+    """Project like Gemma 3: the mean of the patches of a square, a norm and a matrix product."""
 
     def __init__(self, raw: Fields, width: int, row_size: int, grid: int) -> None:
         super().__init__()
@@ -275,7 +277,7 @@ class PoolingProjector(_LastProjector):
 
 
 class PlainProjector(_LastProjector):
-    """The projector of PaliGemma: one product."""
+    """Project like PaliGemma: one linear layer."""
 
     def __init__(self, raw: Fields, width: int, row_size: int, grid: int) -> None:
         super().__init__()
@@ -301,7 +303,7 @@ PROJECTORS: dict[str, Any] = {
 
 
 def best_shape(size: Sequence[int], shapes: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Choose the height and width to which an image of this size is scaled: the most pixels of it, and then the least padding."""
+    """Choose the height and width to which an image is scaled: most preserved pixels first, then least padding."""
 
     def rank(shape: Sequence[int]) -> tuple[int, int]:
         scale = min(shape[1] / size[1], shape[0] / size[0])
@@ -313,7 +315,7 @@ def best_shape(size: Sequence[int], shapes: Sequence[Sequence[int]]) -> tuple[in
 
 
 def num_tiles(size: Sequence[int], shapes: Sequence[Sequence[int]], side: int) -> int:
-    """Return the number of tiles of an image of this size, with the small image in front."""
+    """Return the number of tiles of an image of this size, including the downscaled image."""
     height, width = best_shape(size, shapes)
     return -(-height // side) * -(-width // side) + 1
 
@@ -324,7 +326,7 @@ def _size_of(given: Mapping[str, Tensor]) -> tuple[int, int]:
 
 
 def _squares(x_BLE: Tensor, grid: Grid, factor: int) -> Tensor:
-    """Group patches by squares of `factor` a side: [B, R, factor², E]."""
+    """Group patches into squares of `factor` × `factor`: [B, R, factor², E]."""
     height, width = (side // factor for side in grid)
     image = x_BLE.unflatten(1, grid)[:, : height * factor, : width * factor]
     parts = image.reshape(len(x_BLE), height, factor, width, factor, -1)
@@ -332,7 +334,7 @@ def _squares(x_BLE: Tensor, grid: Grid, factor: int) -> Tensor:
 
 
 def _unpadded(image: Tensor, size: Sequence[int]) -> Tensor:
-    """Cut off what was added to the sides of an image [row_size, h, w] to fill its tiles."""
+    """Crop the padding with which the sides of an image [row_size, h, w] were filled up to whole tiles."""
     height, width = image.shape[1:]
     if size[1] / size[0] > width / height:
         padding = (height - int(round(size[0] * (width / size[1]), 7))) // 2

@@ -1,19 +1,19 @@
-"""Compute the tower and the projector of a model that sees or hears: trouper's own, or those of the transformers library.
+"""Compute the vision or audio tower of a model and its projector: trouper's own, or those of transformers.
 
 The rows of an image or a recording depend on nothing else, so they can be cached and shared by requests.
 
-The library's code calls torch's functions for attention, GELU and layer norms, which take a third of its time.  `TowerFunctions` replaces
-them by this engine's kernels, two to four times as fast in bfloat16, and leaves calls that the kernels cannot serve to torch.
+Transformers' towers call torch's functions for attention, GELU and layer norms, which take a third of their time.  `TowerFunctions`
+replaces these by trouper's kernels, two to four times as fast in bfloat16, and leaves calls that no kernel supports to torch.
 
-A tower runs a slice at a time, so that running streams continue while a large image is encoded.  The library's code cannot be left in
-the middle, so it runs on a thread of its own.  This thread and the device's thread never compute at the same time: one of them waits
-while the other one works.
+A tower runs in slices of time, so that running streams continue while a large image is encoded.  Transformers' code cannot return in
+the middle of a pass, so the tower runs on its own thread.  That thread and the device's thread never compute at the same time: one
+waits while the other works.
 
 Laws.
-1. A slice ends at the first `pause` behind its deadline, and every slice reaches the next `pause` at least.
-2. One item is encoded at a time, from its begin to its end.  The tower's forward pass is not entered twice.
+1. A slice ends at the first `pause` after its deadline, and every slice reaches at least the next `pause`.
+2. Only one item is encoded at a time.  Its forward pass ends before another one begins.
 3. Slices change no bit of a result: layers compute the tiles of an image, and products compute rows, independently of each other.
-4. Whether a kernel serves a call depends only on the shapes and the mask of an item, so an item has the same rows in every step.
+4. Whether a kernel computes a call depends only on the shapes and the mask of an item, so an item has the same rows in every step.
 """
 
 import threading
@@ -38,35 +38,35 @@ from trouper.kernels.cpu.attention.varlen import attend_both_ways, is_native
 from trouper.kernels.cpu.encoder_ops import LayerNorm, gelu
 from trouper.kernels.linear import LinearMethod
 
-# Multiplications and additions between two points at which a product may stop: 11 ms at the 380 GFLOP/s of two cores.
+# Floating-point operations between two pauses of a product: 11 ms at the 380 GFLOP/s of two cores.
 PIECE_OPERATIONS = 4 * 2**30
 
 
 class AbandonedError(BaseException):
-    """Raised at a pause, in the thread of a result no longer needed."""
+    """End the tower's thread at its pause, because its result is no longer needed."""
 
 
 class Slices:
-    """The pauses of one tower, and the work that may stop there."""
+    """Connect the pauses in one tower's layers with the work that runs through them."""
 
     def __init__(self) -> None:
         self._work: SlicedWork | None = None
 
     def begin(self, function: Callable[[], Tensor]) -> "SlicedWork":
-        """Prepare to run a function on a thread of its own.  It must be the only one until it has ended or is abandoned."""
+        """Prepare to run a function on its own thread.  The previous work must have ended or been abandoned."""
         assert self._work is None or self._work.has_ended
         self._work = SlicedWork(function)
         return self._work
 
     def pause(self) -> None:
-        """Stop here if the time of the slice is over.  Does nothing in other threads."""
+        """Wait for the next slice if the current one has used up its time.  Does nothing on other threads."""
         work = self._work
         if work is not None and threading.current_thread() is work.thread:
             work.pause()
 
 
 class SlicedWork:
-    """A function that runs for a slice of time whenever it is asked to go on.
+    """Run a function in slices: each call of `advance` resumes it for a limited time.
 
     Args:
         function: called on a thread of its own, in inference mode.
@@ -85,7 +85,7 @@ class SlicedWork:
         self.thread = threading.Thread(target=self._run, name="trouper-tower", daemon=True)
 
     def advance(self, seconds: float) -> bool:
-        """Go on for about this time, and return whether the function has ended."""
+        """Resume the function for about this many seconds.  Returns whether it has ended."""
         if self.has_ended:
             return True
         if self.thread.ident is None:
@@ -94,7 +94,7 @@ class SlicedWork:
         self._may_go.release()
         self._has_stopped.acquire()
         if self.has_ended:
-            # The thread's end gives its OpenMP team back, which would slow that of the device down.
+            # The end of the thread releases its OpenMP team, which would slow down the device's team.
             self.thread.join()
         return self.has_ended
 
@@ -110,7 +110,7 @@ class SlicedWork:
         return self._result
 
     def abandon(self) -> None:
-        """End the thread at the pause where it waits.  Idempotent."""
+        """End the thread at the pause at which it waits.  Idempotent."""
         self._is_abandoned = True
         if self.thread.ident is None:
             self.has_ended = True
@@ -118,11 +118,11 @@ class SlicedWork:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the function has raised an error, which `result` raises again."""
+        """Return whether the function raised an error, which `result` would raise again."""
         return self._error is not None
 
     def pause(self) -> None:
-        """Wait here for the next slice if the deadline of this one is over.  Called by the function."""
+        """Wait for the next slice if this one's deadline has passed.  Called on the function's thread."""
         if time.monotonic() < self._deadline:
             return
         self._has_stopped.release()
@@ -143,11 +143,11 @@ class SlicedWork:
 
 
 class SlicedLinear(nn.Module):
-    """A linear layer that pauses before it computes, and between groups of rows.
+    """Compute a linear layer with pauses before it and between groups of rows.
 
     Args:
-        method: computes products, with a bias if there is one.
-        weight: is shown to code that asks a layer for its weight.
+        method: computes the product and adds the bias, if any.
+        weight: exposed as `weight`, for code that reads its dtype or shape.
     """
 
     def __init__(self, method: LinearMethod, weight: Tensor, slices: Slices) -> None:
@@ -165,7 +165,7 @@ class SlicedLinear(nn.Module):
             return self._method.apply(rows).view(*x.shape[:-1], self.out_features)
         y = x.new_empty((len(rows), self.out_features))
         num_pieces = -(-len(rows) // self._num_rows)
-        # Pieces of one size, since a product of few rows is slower for each of them.
+        # All pieces have about the same size, because a product of few rows takes longer for each row.
         size = -(-len(rows) // num_pieces)
         for begin in range(0, len(rows), size):
             if begin:
@@ -175,9 +175,9 @@ class SlicedLinear(nn.Module):
 
 
 def slice_layers(model: nn.Module, slices: Slices) -> None:
-    """Let the layers of a tower compute one tile after the other, with a pause before each.
+    """Make the layers of a tower compute one tile after another, with a pause before each.
 
-    The library gives all tiles of an image to a layer at once, which takes seconds.
+    Transformers passes all tiles of an image to a layer at once, which takes seconds.
     """
     lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
     for layer in max(lists, key=len, default=()):
@@ -196,7 +196,7 @@ def _by_tile(forward: Callable[..., Any], slices: Slices) -> Callable[..., Any]:
         found: list[Any] = []
         for i in range(num_tiles):
             slices.pause()
-            # The embedding of patches may return columns, which would slow down every layer.
+            # The embedding of patches may return a transposed tensor, which would slow down every layer.
             tile = hidden[i : i + 1].contiguous() if hidden.dim() == 3 else hidden
             given = {name: part(value, i) for name, value in kwargs.items()}
             found.append(forward(tile, *(part(value, i) for value in args), **given))
@@ -211,7 +211,7 @@ def _by_tile(forward: Callable[..., Any], slices: Slices) -> Callable[..., Any]:
 
 
 class TowerFunctions(TorchFunctionMode):
-    """While it is entered, the calling thread's attention, GELU and layer norms are computed by kernels."""
+    """Compute attention, GELU and layer norms by trouper's kernels: a context manager that affects only the calling thread."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -239,7 +239,7 @@ def _normed(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor | None:
-    """Compute torch's `layer_norm` of the last dimension, or return None if the kernel does not serve this call."""
+    """Compute torch's `layer_norm` of the last dimension.  Returns None if the kernel does not support this call."""
     if weight is None or len(normalized_shape) != 1 or input.dtype != weight.dtype:
         return None
     rows = input.reshape(-1, input.shape[-1]).contiguous()
@@ -256,7 +256,7 @@ def _attended(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    """Compute torch's `scaled_dot_product_attention` of [B, N, L, D], or return None if the kernel does not serve this call."""
+    """Compute torch's `scaled_dot_product_attention` of [B, N, L, D].  Returns None if the kernel does not support this call."""
     if is_causal or dropout_p or enable_gqa or query.dim() != 4:
         return None
     if not query.shape == key.shape == value.shape or not query.numel():
@@ -265,7 +265,7 @@ def _attended(
     padded = -(-width // LANES) * LANES
     if not is_native(query.dtype, padded) or not _sees_all(attn_mask):
         return None
-    # Zeros behind a head change no score, and their results are cut off.
+    # Padding a head with zeros changes no score, and the padding of the result is cut off.
     parts = [x if padded == width else F.pad(x, (0, padded - width)) for x in (query, key, value)]
     q_BLND, k_BLND, v_BLND = (part.transpose(1, 2) for part in parts)
     out_BLND = attend_both_ways(q_BLND, k_BLND, v_BLND, width**-0.5 if scale is None else scale)
@@ -273,7 +273,7 @@ def _attended(
 
 
 def _sees_all(mask: Tensor | None) -> bool:
-    """Whether a mask hides nothing: some towers also make one for an image without padding."""
+    """Return whether a mask hides nothing, because some towers also create one for an image without padding."""
     if mask is None:
         return True
     return bool(mask.all()) if mask.dtype == torch.bool else not mask.any()
@@ -283,12 +283,12 @@ ADVICE = "language_model_only=True serves only its text model"
 
 
 class MediaTower:
-    """The tower and the projector of one model.
+    """Compute the rows of items by the tower and the projector of one model.
 
     Args:
-        model: an own tower, or transformers' class without its text model.
-        hidden_size: numbers of a row, as many as the text model takes.
-        slices: the points at which the model's layers may stop.
+        model: a `VisionTower`, or transformers' class without its text model.
+        hidden_size: the features of a row, equal to the text model's hidden size.
+        slices: the pauses of the model's layers.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ class MediaTower:
     ) -> None:
         self._model: Any = model
         self._slices = slices
-        # Of the linear layers that are exchanged for this engine's products.
+        # The bytes of the linear layers replaced by `SlicedLinear`.
         self.num_packed_bytes = 0
         self._media, self._dtype, self._hidden_size = media, dtype, hidden_size
         self._name = "audio tower" if media.modality == AUDIO else "vision tower"
@@ -313,30 +313,30 @@ class MediaTower:
         return plain + self.num_packed_bytes
 
     def begin(self, item: MediaItem) -> SlicedWork:
-        """Prepare to compute the rows of an item a slice at a time; see `rows`."""
+        """Prepare to compute the rows of an item in slices; see `rows`."""
         return self._slices.begin(lambda: self.rows(item))
 
     def rows(self, item: MediaItem) -> Tensor:
         """Compute the rows [R, E] of an item.
 
         Raises:
-            RuntimeError: the tower computes another number of rows than the prompt has places for, or infinite numbers or NaN.
+            RuntimeError: the number of rows differs from the item's placeholder tokens, or a row has infinite numbers or NaN.
         """
         rows_RE = self.compute({array.name: _tensor(array) for array in item.arrays})
         if len(rows_RE) != item.num_rows:
             raise RuntimeError(
-                f"the {self._name} computes {len(rows_RE)} rows for an item with {item.num_rows} places"
+                f"the {self._name} computed {len(rows_RE)} rows for an item with {item.num_rows} placeholder tokens"
             )
         if not torch.isfinite(rows_RE).all():
-            raise RuntimeError(f"the {self._name} computes numbers that are not finite")
+            raise RuntimeError(f"the {self._name} computed infinite numbers or NaN")
         return rows_RE
 
     def compute(self, arrays: Mapping[str, Tensor]) -> Tensor:
-        """Compute rows [R, E] of the inputs that a processor makes.
+        """Compute rows [R, E] from the processor's arrays.
 
-        Where the family adds numbers to the outputs of the first layers, too (DeepStack), they follow in the same row.
+        If the family also adds features to the outputs of the first layers (DeepStack), these follow in the same row.
         """
-        # Pixels are integers if the options of a processor leave out all scaling.
+        # Pixels are integers if the options of a processor disable all scaling.
         inputs = {
             name: array.to(self._dtype)
             if name == "pixel_values" or array.is_floating_point()
@@ -350,10 +350,11 @@ class MediaTower:
         for part_RE in parts:
             if part_RE.shape[1] != self._hidden_size:
                 raise RuntimeError(
-                    f"rows of {part_RE.shape[1]} numbers for a text model of {self._hidden_size}"
+                    f"the {self._name} computes rows of {part_RE.shape[1]} numbers, "
+                    f"but the text model's hidden size is {self._hidden_size}"
                 )
         rows_RE = torch.cat(parts, 1)
-        # Rows are kept, so they must not be a view of something larger.
+        # Rows are cached, so they must not be a view of a larger tensor.
         return rows_RE.to(self._dtype, copy=True).contiguous()
 
     def _features(self, inputs: Mapping[str, Tensor]) -> Any:
@@ -367,10 +368,10 @@ class MediaTower:
         return model.get_audio_features(**inputs)
 
     def check(self) -> Tensor:
-        """Compute the rows of a small grey image or of a second of silence, so that a wrong model fails at start.
+        """Compute the rows of a small grey image or of silence, so that an unsupported model fails at start.
 
         Raises:
-            UnsupportedFeatureError: its code fails, or returns infinite numbers or NaN.
+            UnsupportedFeatureError: the tower fails, or returns infinite numbers or NaN.
         """
         try:
             names = self._media.family.inputs
@@ -379,26 +380,28 @@ class MediaTower:
             rows_RE = self.compute(_grey(config, names) if is_image else _silence(config, names))
         except Exception as error:  # a model's own code may raise anything
             line = str(error).strip().partition("\n")[0]
-            text = f"its {self._name} fails in a trial ({type(error).__name__}: {line}); {ADVICE}"
+            text = (
+                f"its {self._name} fails on a test input ({type(error).__name__}: {line}); {ADVICE}"
+            )
             raise UnsupportedFeatureError(text, parameter="model") from error
         if not len(rows_RE) or not torch.isfinite(rows_RE).all():
-            text = f"its {self._name} computes no finite rows in a trial; {ADVICE}"
+            text = f"its {self._name} computes no rows, infinite numbers or NaN for a test input; {ADVICE}"
             raise UnsupportedFeatureError(text, parameter="model")
         return rows_RE
 
 
 def _joined(found: Any) -> Tensor:
-    """Return rows [R, E] in one matrix; the library returns some families' by image or by tile."""
+    """Return rows [R, E] as one matrix.  Transformers returns one matrix for each image or tile for some families."""
     parts = cast("list[Tensor]", found) if isinstance(found, list | tuple) else [found]
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
 
 
 def _of_qwen2_audio(model: Any, input_features: Tensor, feature_attention_mask: Tensor) -> Tensor:
-    """Return the rows of one window, as the class's `forward` computes them: the library has no method for it."""
+    """Return the rows of one window like the `forward` of transformers' class, because no method of the class returns them."""
     num_frames = feature_attention_mask.sum(-1)
     num_places, num_rows = model.audio_tower._get_feat_extract_output_lengths(num_frames)
     length = (input_features.shape[-1] - 2) // 2 + 1
-    # The padding of the window must not be heard.
+    # Attention must ignore the padding of the window.
     mask = (torch.arange(length) < num_places[:, None])[:, None, None, :].expand(-1, -1, length, -1)
     found = model.audio_tower(input_features, attention_mask=mask).last_hidden_state
     return model.multi_modal_projector(found)[0, : int(num_rows)]
@@ -428,7 +431,7 @@ def _grey(config: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
         return {"pixel_values": torch.full((side * side, width), 0.5), "image_grid_thw": grid}
     side, patch = side_of(vision.image_size), side_of(vision.patch_size)
     is_pixtral = vision.model_type == "pixtral"
-    # Towers that take images of any size get two rows by two. A whole tile of Idefics 3 would take half a second at every start.
+    # Towers that accept any size get an image of two by two rows. A whole tile of Idefics 3 would take half a second at every start.
     if is_pixtral:
         side = 2 * patch * int(getattr(config, "spatial_merge_size", 1))
     elif "pixel_attention_mask" in names:
@@ -438,7 +441,7 @@ def _grey(config: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
         tiles = (1, num_tiles([side, side], pinpoints, side))
     elif "pixel_attention_mask" in names:
         tiles = (1, 1)
-    # Not zeros, which some families take for padding.
+    # Not zeros, which some families treat as padding.
     made = {"pixel_values": torch.full((*(tiles or (1,)), 3, side, side), 0.5)}
     if "image_sizes" in names and (tiles or is_pixtral):
         made["image_sizes"] = torch.tensor([[side, side]])

@@ -1,7 +1,7 @@
-"""The vision towers of the usual families, as one transformer encoder with options.
+"""Implement the vision towers of common families as one transformer encoder with options.
 
-The library's own modules take three seconds to import, longer than everything else at start.  Other families are still computed
-by them (`weights/tower.py`), and tests compare both.
+Transformers' own modules take three seconds to import, longer than the rest of start-up.  They still compute the other families
+(`weights/tower.py`), and tests compare both.
 
 B  tiles of an image    L  patches of a tile, with the class token if there is one    E  width of the tower    N  heads    D  width of a head
 """
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from trouper.actors.executor.media.projectors import PROJECTORS, TowerRmsNorm, activations
 
 Fields = Mapping[str, Any]
-# Of transformers' classes: config.json contains only what differs from these.
+# The defaults of transformers' classes, because config.json contains only the fields that differ from them.
 SIGLIP: Fields = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
     "num_channels": 3, "image_size": 224, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
@@ -28,7 +28,7 @@ _LARGE: Fields = {
     "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16, "num_channels": 3,
     "hidden_act": "gelu",
 }  # fmt: skip
-# Without a field for the constant of its norms.
+# Pixtral's configuration has no field for the epsilon of its norms.
 PIXTRAL = {**_LARGE, "image_size": 1024, "patch_size": 16, "head_dim": None}
 INTERN: Fields = {
     **_LARGE, "image_size": 448, "patch_size": 14, "layer_norm_eps": 1e-6, "norm_type": "layer_norm",
@@ -40,11 +40,11 @@ class TowerKind(NamedTuple):
     """Describe the towers of one `model_type`.
 
     Attributes:
-        defaults: the fields that are read, and their values if the configuration lacks them.
-        positions: `learned` for each patch; `stretched` to the grid of the image; by the `share` of the height and width in front of
-            a patch; or `rotary`.
-        is_gated: the MLP has a gate, norms have no mean, and products no bias, as in Llama.
-        has_scales: what a layer adds is scaled, a number for each feature.
+        defaults: the fields to read, with their default values.
+        positions: `learned` for each patch; `stretched`: interpolated to the grid of the image; `share`: looked up by the share of
+            the image's height and width that precedes a patch; or `rotary`.
+        is_gated: like Llama: the MLP has a gate, norms are RMS norms, and linear layers have no bias.
+        has_scales: the output of attention and of the MLP is scaled, by one number for each feature.
     """
 
     defaults: Fields
@@ -66,7 +66,7 @@ KINDS = {
     "smolvlm": _SHARES,
     "internvl": TowerKind(INTERN, "stretched", has_class=True, has_scales=True),
 }
-# The tower that a family has if its configuration names none.  Families with a tower of their own ignore the name.
+# The default tower of each family.  If it has the family's own name, the tower named in the configuration is ignored.
 TOWERS = {
     "llava": "clip_vision_model", "llava_next": "clip_vision_model", "llava_onevision": "siglip_vision_model",
     "gemma3": "siglip_vision_model", "paligemma": "siglip_vision_model", "colpali": "siglip_vision_model",
@@ -75,11 +75,11 @@ TOWERS = {
 
 
 def own_tower(raw: Fields, row_size: int) -> "VisionTower | None":
-    """Build the tower of a model without weights, or return None if only the library computes it.
+    """Build the tower of a model, with uninitialized weights.  Returns None if only transformers can compute it.
 
     Args:
         raw: the contents of config.json.
-        row_size: numbers of a row, as many as the text model takes.
+        row_size: the features of a row, equal to the text model's hidden size.
     """
     family = str(raw.get("model_type"))
     vision: Any = raw.get("vision_config")
@@ -105,9 +105,9 @@ def own_tower(raw: Fields, row_size: int) -> "VisionTower | None":
 
 
 class VisionTower(nn.Module):
-    """The encoder of an image's patches, and the projector to rows of the text model.
+    """Encode an image's patches, and project them to embedding rows of the text model.
 
-    Its parameters have other names than in checkpoints; `plain_name` maps both to one.
+    Parameters do not have the names of the checkpoint; `plain_name` maps both to a common name.
     """
 
     def __init__(self, kind: TowerKind, fields: Fields, raw: Fields, row_size: int) -> None:
@@ -115,7 +115,7 @@ class VisionTower(nn.Module):
         self._kind, width = kind, int(fields["hidden_size"])
         self._side, self._patch = side_of(fields["image_size"]), side_of(fields["patch_size"])
         given = {"image_size": self._side, "patch_size": self._patch}
-        # As far as a trial needs it.
+        # The fields that the trial of `MediaTower.check` reads.
         self.config = SimpleNamespace(
             **{**raw, "vision_config": SimpleNamespace(**{**fields, **given})}
         )
@@ -142,10 +142,10 @@ class VisionTower(nn.Module):
         self.requires_grad_(False)
 
     def forward(self, pixel_values: Tensor, **given: Tensor) -> Tensor:
-        """Return the rows [R, row_size] of one image, from the arrays that a processor makes.
+        """Return the rows [R, row_size] of one image, from the processor's arrays.
 
         Raises:
-            ValueError: the tower was not made for images of this size.
+            ValueError: the tower has learned positions for another image size.
         """
         mask = None
         if "pixel_attention_mask" in given:
@@ -175,7 +175,9 @@ class VisionTower(nn.Module):
         patch, grid = self._patch, (height // self._patch, width // self._patch)
         is_fixed = self._kind.positions == "learned"
         if is_fixed and grid != (self._grid, self._grid):
-            raise ValueError(f"an image of {width} x {height} for a tower of {self._side} pixels")
+            raise ValueError(
+                f"the processor made an image of {width} x {height} pixels, but the tower takes {self._side} x {self._side}"
+            )
         pixels = pixels[..., : grid[0] * patch, : grid[1] * patch]
         parts = pixels.reshape(num_tiles, channels, grid[0], patch, grid[1], patch)
         parts = parts.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
@@ -193,7 +195,7 @@ class VisionTower(nn.Module):
 
 
 class AxialPositions:
-    """The rotation of queries and keys by the row of a patch, and by its column."""
+    """Compute rotary positions of patches, by row in one half of the frequencies and by column in the other."""
 
     def __init__(self, head: int, theta: float) -> None:
         self._head, self._theta = head, theta
@@ -209,7 +211,7 @@ class AxialPositions:
 
 
 class TowerLayer(nn.Module):
-    """Attention and an MLP, each behind a norm."""
+    """Compute one layer: attention and an MLP, each preceded by a norm."""
 
     def __init__(self, kind: TowerKind, fields: Fields) -> None:
         super().__init__()
@@ -231,11 +233,11 @@ class TowerLayer(nn.Module):
         self.lambda_1, self.lambda_2 = scales
 
     def forward(self, x_BLE: Tensor, mask: Tensor | None, turns: Any) -> Tensor:
-        """Return the hidden states behind this layer.
+        """Return the hidden states after this layer.
 
         Args:
-            mask: the patches that are seen, [B, 1, 1, L]; None for all.
-            turns: cosines and sines of the positions, or None.
+            mask: the patches to attend to, [B, 1, 1, L]; None for all.
+            turns: cosines and sines of rotary positions, or None.
         """
         added = self._attended(self.attention_norm(x_BLE), mask, turns)
         x_BLE = x_BLE + (added if self.lambda_1 is None else self.lambda_1 * added)
@@ -259,7 +261,7 @@ class TowerLayer(nn.Module):
 
 
 def side_of(size: Any) -> int:
-    """Return a size that a configuration gives as a number, or as equal height and width.
+    """Return the side of a square that a configuration specifies as a number or as height and width.
 
     Raises:
         ValueError: they differ.
@@ -286,7 +288,7 @@ _RENAMED = {
 
 
 def plain_name(name: str) -> str:
-    """Return the name of a tensor without what differs between families and releases of the library."""
+    """Return a tensor's name in a common form, without the parts that differ between families and transformers releases."""
     parts = [_RENAMED.get(part, part) for part in name.split(".") if part not in _DROPPED]
     return ".".join(parts[:1] if parts[0] == "position_embedding" else parts)
 
@@ -303,7 +305,7 @@ def _eps_of(fields: Fields) -> float:
 
 
 def _theta_of(given: Fields) -> float | None:
-    """Return the base of the rotation, or None if it is not that of rows and columns."""
+    """Return the base (theta) of the rotary positions, or None if they do not rotate by rows and columns."""
     rope: Fields = given.get("rope_scaling") or given.get("rope_parameters") or {}
     if rope.get("rope_type", rope.get("type", "axial")) not in ("axial", "default"):
         return None
@@ -316,7 +318,7 @@ def _turned(x_BNLD: Tensor, cos_LD: Tensor, sin_LD: Tensor) -> Tensor:
 
 
 def _without_padding(pixels: Tensor, mask: Tensor, patch: int) -> tuple[Tensor, Tensor]:
-    """Return the tiles [B, C, H, W] of Idefics 3 that are not padding, and which of their patches are an image's [B, h, w]."""
+    """Return Idefics 3's tiles [B, C, H, W] without padding tiles, and a mask [B, h, w] of the patches that show the image."""
     tiles, pixel_mask = pixels.flatten(0, 1), mask.flatten(0, 1)
     is_real = (tiles != 0).flatten(1).any(1)
     parts = pixel_mask[is_real].unfold(1, patch, patch).unfold(2, patch, patch)
@@ -324,7 +326,7 @@ def _without_padding(pixels: Tensor, mask: Tensor, patch: int) -> tuple[Tensor, 
 
 
 def _shares(mask: Tensor, side: int) -> Tensor:
-    """Return the positions [B, L] of patches in a table of `side` rows, by their share of the image in front of them."""
+    """Return each patch's index [B, L] in a table of `side` × `side` positions, by the share of the image that precedes the patch."""
     edges = torch.arange(1 / side, 1.0, 1 / side)
     places: list[Tensor] = []
     for counts, size in (
@@ -338,7 +340,7 @@ def _shares(mask: Tensor, side: int) -> Tensor:
 
 
 def _stretched(table_LE: Tensor, side: int, grid: Sequence[int]) -> Tensor:
-    """Interpolate the positions of patches, behind that of the class token, to another grid."""
+    """Interpolate the positions of patches to another grid.  The position of the class token comes first and is unchanged."""
     image = table_LE[1:].view(1, side, side, -1).permute(0, 3, 1, 2)
     image = F.interpolate(image, size=tuple(grid), mode="bicubic", align_corners=False)
     return torch.cat([table_LE[:1], image[0].flatten(1).T])
