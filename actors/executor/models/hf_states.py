@@ -1,14 +1,14 @@
-"""Recurrent mixers of transformers' models over the engine's states.
+"""Run the recurrent mixers of transformers' models on the engine's states.
 
     T  tokens of a step    C  channels    H  heads    K  taps
 
-A mixer of the library asks a cache object for its state, and calls functions of its module by global name: one form for
-whole prompts and another for single tokens. Here the cache object has no state, so the mixer always takes the form for
-prompts, on the flat batch [1, T] of a step. Its forward runs with a private copy of its module's globals, in which these
-functions are replaced by ones that know which tokens belong to which row of the states. No module of the library is changed.
+A mixer of transformers reads its state from a cache object, and calls functions of its module by global name: one function for
+whole prompts and another for single tokens. Our cache object has no state, so the mixer always calls the function for prompts,
+with the flat batch [1, T] of a step. Its `forward` runs with a private copy of its module's globals, in which these functions are
+replaced by ones that map tokens to rows of the engine's states. No module of transformers is changed.
 
 A model calls these functions in the same order in every pass. The first pass, a trial on one short prompt, records the shape
-of each state. Law: the function and the order of its calls identify a state; names of models do not matter.
+of each state. Law: a state is identified by the order of these calls, so no code depends on a model's name.
 """
 
 import inspect
@@ -33,17 +33,17 @@ SCANS = {
     "mamba2_chunk_scan",
     "mamba_selective_scan",
 }
-# Methods of a cache by which mixers store states, and the functions that must follow them.
+# Methods of a cache by which mixers store states, and the functions that may compute them: a mixer must call one.
 UPDATES = {"update_conv_state": CONVOLUTIONS, "update_recurrent_state": SCANS}
-UNKNOWN_STATE = "it keeps a state ({}) that the engine does not know how to keep"
-# Names by which mixers without this protocol pass their states on.
+UNKNOWN_STATE = "the engine does not support its recurrent state (class {})"
+# Names of variables by which mixers without this protocol pass on their states.
 OTHER_STATES = {"state", "recurrent_states", "c_state"}
-# The first version of transformers whose mixers have this protocol.
+# The first version of transformers in which mixers follow this protocol.
 SINCE = (5, 24)
 
 
 class _FirstPass:
-    """Records the trial pass: it notes each state in the order of the calls, and hands out zeros."""
+    """Record each state of the trial pass in call order, and return zeros for it."""
 
     def __init__(self, num_tokens: int) -> None:
         self.entries = Entries(*(torch.tensor([n]) for n in (0, num_tokens, 0, 0, num_tokens, 0)))
@@ -59,7 +59,7 @@ class _FirstPass:
 
 
 class _Step:
-    """The states of one step, handed out in the order of the calls."""
+    """Return the states of one step in call order."""
 
     def __init__(self, states: StepStates) -> None:
         *columns, _ = states
@@ -71,13 +71,13 @@ class _Step:
     ) -> Tensor:
         mixer = next(self._mixers)
         found = mixer.conv if is_conv else mixer.matrix
-        assert found is not None, "another order of calls"
-        assert found.shape[1:] == shape, "another shape of a state"
+        assert found is not None, "the order of calls differs from the trial pass"
+        assert found.shape[1:] == shape, "the shape of a state differs from the trial pass"
         return found
 
 
 class HfMixers:
-    """All recurrent mixers of one model.
+    """Compute all recurrent mixers of one model.
 
     Args:
         dtype: the model's dtype.
@@ -93,10 +93,10 @@ class HfMixers:
         self._turned: dict[int, Tensor] = {}
 
     def attach(self, body: nn.Module) -> bool:
-        """Let the mixers of a model use this object's functions. Returns whether there are any.
+        """Make the mixers of a model call this object's functions. Returns whether the model has any mixers.
 
         Raises:
-            UnsupportedFeatureError: a mixer stores a state of which the engine does not know how it is computed.
+            UnsupportedFeatureError: a mixer stores a state that none of the replaced functions computes.
         """
         has_any = False
         for module in body.modules():
@@ -119,7 +119,7 @@ class HfMixers:
         return has_any
 
     def learn(self, run: Callable[[], object], num_tokens: int) -> None:
-        """Record the states that mixers keep, in a pass over one prompt of this many tokens.
+        """Record the states of all mixers in a trial pass over one prompt of this many tokens.
 
         Afterwards `specs` has one element for each call of a replaced function, in the order of the calls.
         """
@@ -134,7 +134,7 @@ class HfMixers:
         """Call `run`, a pass of the model over a step.
 
         Args:
-            states: where mixers find their states. None if the model has none, or if its head is computed.
+            states: the states of the mixers. None if the model has none, or if `run` computes only its head.
         """
         if states is None:
             return run()
@@ -147,7 +147,7 @@ class HfMixers:
     def _state(
         self, shape: Iterable[int], dtype: torch.dtype, *, is_conv: bool = False
     ) -> tuple[Tensor, Entries]:
-        assert self._now is not None, "a mixer outside of a step"
+        assert self._now is not None, "a mixer was called outside of a step"
         shape = tuple(shape)
         return self._now.state(self.cache.layer, shape, dtype, is_conv=is_conv), self._now.entries
 
@@ -157,7 +157,7 @@ class HfMixers:
             found = self._turned[weight_CK.data_ptr()] = weight_CK.T.float().contiguous()
         return found
 
-    # Functions that replace the library's, with its names, arguments and results.
+    # The functions below replace those of transformers, with the same names, arguments and results.
 
     def causal_conv1d_fn(
         self,
@@ -209,7 +209,7 @@ class HfMixers:
         )
         return out[None].to(query.dtype), state
 
-    # The decay of each row of a state in place of one for the whole state.
+    # The same function, because the kernel accepts one decay for each row of a state as well as one for the whole state.
     chunk_kimi_delta_attention = torch_chunk_gated_delta_rule
 
     def mamba2_chunk_scan(
@@ -277,7 +277,7 @@ class HfMixers:
 
 
 class _NoStates:
-    """Replaces the library's cache object: it has no states, and notes the layer that asks."""
+    """Replace transformers' cache object: it has no states, and records which layer calls it."""
 
     is_compileable = False
     is_sliding = is_linear = is_dummy = ()
@@ -317,24 +317,24 @@ class _NoStates:
 
 
 class MixerClass(NamedTuple):
-    """A class of modules, and the names that its forward uses."""
+    """Pair a class of modules with the names that its `forward` uses."""
 
     cls: type
     names: set[str]
 
 
 def mixers_near(cls: type) -> list[MixerClass]:
-    """List the classes of recurrent mixers in the module of a model's class.
+    """List the classes of recurrent mixers in the Python module of a model's class.
 
-    Models are refused by their classes where possible, because that takes no time and no memory.
+    Checking classes refuses an unsupported model before it takes time and memory to build.
     """
     return [mixer for mixer in _modules_near(cls) if not mixer.names.isdisjoint(UPDATES)]
 
 
 def keeper_near(cls: type) -> str:
-    """Return the name of a class near a model's class that passes a state on, or the model's own name.
+    """Return the name of a class in the model's Python module that passes on a state, or else the model's own name.
 
-    An error names it, so that a reader can find the code that keeps the state.
+    An error contains it, so that a reader can find the code of the unsupported state.
     """
     found = [x.cls.__name__ for x in _modules_near(cls) if not x.names.isdisjoint(OTHER_STATES)]
     return found[0] if found else cls.__name__
@@ -347,10 +347,10 @@ def _modules_near(cls: type) -> list[MixerClass]:
 
 
 def check_mixer(cls: type, names: set[str]) -> None:
-    """Check that the engine can compute what a mixer stores.
+    """Check that the engine can compute the states that a mixer stores.
 
     Raises:
-        UnsupportedFeatureError: it stores a state without calling one of the functions that the engine replaces.
+        UnsupportedFeatureError: the mixer stores a state without calling any function that the engine replaces.
     """
     for update, functions in UPDATES.items():
         if update in names and names.isdisjoint(functions):
@@ -370,11 +370,11 @@ def _delta(dt: Tensor, bias: Tensor | None, *, has_softplus: bool) -> Tensor:
 
 
 def _rows(x_TC: Tensor) -> Tensor:
-    """Return the tensor with adjacent columns, which kernels need."""
+    """Return the tensor with contiguous rows, which kernels need."""
     return x_TC if x_TC.stride(-1) == 1 else x_TC.contiguous()
 
 
 def _heads(x_THD: Tensor) -> Tensor:
-    """Return the tensor with adjacent heads, which kernels need."""
+    """Return the tensor with contiguous heads, which kernels need."""
     is_packed = x_THD.stride(2) == 1 and x_THD.stride(1) == x_THD.shape[2]
     return x_THD if is_packed else x_THD.contiguous()

@@ -1,16 +1,16 @@
-"""Recurrent mixers: what mixes the tokens of a layer in place of attention, and keeps a state instead of keys and values.
+"""Implement recurrent mixers, which replace the attention of a layer and store a state of fixed size instead of keys and values.
 
     gated_delta    convolution -> gated delta rule -> gated norm -> product        (Qwen3-Next, Qwen3.5)
     mamba2         convolution -> Mamba-2's recurrence -> gated norm -> product    (Granite 4, Bamba)
     short_conv     gated convolution of three taps -> product                      (LFM2)
 
-A layer calls its mixer without knowing the kind. `kernels/recurrent.py` has the operations and their laws.
+A layer calls its mixer through one protocol for all kinds. `kernels/recurrent.py` has the operations and their laws.
 
 T  tokens    E  hidden size    K  taps    C  channels of a convolution
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# torch leaves the types of unflatten, repeat and some others open.
+# torch does not declare the types of unflatten, repeat and some others.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ from trouper.kernels.reference.recurrent import Entries
 
 
 class RecurrentMixer(Protocol):
-    """One kind of recurrent mixer, with its weights."""
+    """Compute one kind of recurrent mixer, with its weights."""
 
     @property
     def linears(self) -> Sequence[LinearMethod]:
@@ -41,23 +41,23 @@ class RecurrentMixer(Protocol):
     def forward(
         self, x_TE: Tensor, ops: RecurrentOps, state: MixerState, entries: Entries
     ) -> Tensor:
-        """Compute the output [T, E] of all tokens, and move the states of their sequences forward.
+        """Compute the output [T, E] of all tokens, and advance the states of their sequences.
 
-        The inputs of drafts are kept in `state.inputs`.
+        Drafted tokens do not advance a state; their inputs are stored in `state.inputs` for `replay`.
         """
         ...
 
     def replay(self, ops: RecurrentOps, state: MixerState, entries: Entries) -> None:
-        """Move states forward over drafts that turned out right.
+        """Advance states over the accepted drafts.
 
         Args:
-            entries: of the rows of `state.inputs`.
+            entries: describe rows of `state.inputs`, not tokens of a step.
         """
         ...
 
 
 class Convolution:
-    """The weights of a causal convolution, as kernels read them."""
+    """Hold the weights of a causal convolution in the layout of the kernels."""
 
     def __init__(self, weight_C1K: Tensor, bias_C: Tensor | None) -> None:
         self.weight_KC = weight_C1K.squeeze(1).T.contiguous()
@@ -65,14 +65,14 @@ class Convolution:
 
 
 class GatedDeltaMixer:
-    """A gated delta net.
+    """Compute a gated delta net.
 
     Args:
         in_proj: E -> q, k, v and the gate z of the output.
-        gates: E -> b and a of each value head; rounded up to whole registers.
-        a_log: [value heads], the logarithm of the rate of decay.
+        gates: E -> b and a of each value head, padded to whole vector registers.
+        a_log: [value heads], the logarithm of the decay rate.
         dt_bias: [value heads].
-        norm: [v_dim], weights that all heads share.
+        norm: [v_dim], weights shared by all heads.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class GatedDeltaMixer:
         state: MixerState,
         entries: Entries,
     ) -> Tensor:
-        """Move the states forward over tokens with these inputs, and return what their queries read, [T, H, dv]."""
+        """Advance the states over tokens with these inputs.  Returns the results of the queries, [T, H, dv]."""
         traits, conv = self._traits, self._convolution
         assert state.conv is not None
         assert state.matrix is not None
@@ -153,13 +153,13 @@ class GatedDeltaMixer:
 
 
 class Mamba2Mixer:
-    """A Mamba-2 mixer.
+    """Compute a Mamba-2 mixer.
 
     Args:
         in_proj: E -> the gate of the output, inputs, B, C and time steps.
-        a_log: [heads], the logarithm of the rate of decay.
+        a_log: [heads], the logarithm of the decay rate.
         dt_bias: [heads].
-        skip: [heads], the share of the inputs in the outputs.
+        skip: [heads], D: the inputs are multiplied by it and added to the outputs.
         norm: [heads · head width].
     """
 
@@ -207,7 +207,7 @@ class Mamba2Mixer:
     def _mix(
         self, all_TX: Tensor, ops: RecurrentOps, state: MixerState, entries: Entries
     ) -> Tensor:
-        """Move the states forward over tokens with these inputs, and return the outputs [T, H, P]."""
+        """Advance the states over tokens with these inputs.  Returns the outputs [T, H, P]."""
         traits, conv = self._traits, self._convolution
         assert state.conv is not None
         assert state.matrix is not None
@@ -236,7 +236,7 @@ class Mamba2Mixer:
 
 
 class ShortConvMixer:
-    """A short convolution with gates before and behind it.
+    """Compute a short convolution with a gate before and after it.
 
     Args:
         in_proj: E -> both gates and the inputs.
@@ -264,7 +264,7 @@ class ShortConvMixer:
     def _mix(
         self, bcx_TX: Tensor, ops: RecurrentOps, state: MixerState, entries: Entries
     ) -> Tensor:
-        """Move the states forward over tokens with these inputs, and return the gated outputs [T, E]."""
+        """Advance the states over tokens with these inputs.  Returns the gated outputs [T, E]."""
         assert state.conv is not None
         conv = self._convolution
         return ops.short_conv(bcx_TX, conv.weight_KC, conv.bias_C, state.conv, entries)
@@ -273,7 +273,7 @@ class ShortConvMixer:
 def _keep_drafts(
     ops: RecurrentOps, state: MixerState, entries: Entries, *inputs_TX: Tensor
 ) -> None:
-    """Keep the inputs of drafts, if the engine verifies any."""
+    """Store the inputs of drafted tokens for `replay`.  Does nothing in an engine without speculation."""
     if state.inputs:
         for x_TX, kept_DX in zip(inputs_TX, state.inputs, strict=True):
             ops.keep_drafts(x_TX, kept_DX, entries)
@@ -289,7 +289,7 @@ def make_mixer(
 
     Args:
         projections: `in_proj`, `out_proj` and, for gated delta nets, `gates`.
-        tensors: float32, by the names of `parameters.MIXER_TENSORS`.
+        tensors: float32 tensors by their names in `parameters.MIXER_TENSORS`.
     """
     in_proj, out_proj = projections["in_proj"], projections["out_proj"]
     convolution = Convolution(tensors["conv_weight"], tensors.get("conv_bias"))
@@ -322,7 +322,7 @@ def make_mixer(
 
 
 def state_specs(traits: DecoderTraits) -> tuple[StateSpec, ...]:
-    """Return the states of the recurrent layers, in the order of the layers."""
+    """Return the shape of each recurrent layer's state, in layer order."""
     return tuple(_state_specs(traits))
 
 

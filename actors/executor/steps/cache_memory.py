@@ -108,7 +108,7 @@ def num_kv_blocks(
 
     Args:
         item_bytes: bytes of one element in the cache.
-        other_bytes: bytes of the cache memory that are reserved for other things.
+        other_bytes: bytes of the cache memory reserved for other things.
 
     Raises:
         TrouperValidationError: a sequence of the requested length or a single block does not fit; the message
@@ -196,7 +196,7 @@ SNAPSHOT_SHARE = 0.25
 LEAST_SNAPSHOTS = 4
 # States begin at multiples of a cache line, so that kernels can use aligned loads.
 ALIGNMENT = 64
-# The position of a row that has no usable state.
+# The position of a row without a usable state.
 NOTHING = -1
 
 
@@ -329,7 +329,7 @@ class _Part(NamedTuple):
 def _layout(
     specs: Sequence[StateSpec], dtype: torch.dtype
 ) -> tuple[list[tuple[_Part | None, _Part | None]], int]:
-    """Lay out the states of one row. Returns where each spec's tensors are, and the bytes of a row."""
+    """Arrange the states of one row. Returns where each spec's tensors are, and the bytes of a row."""
     first, found = 0, list[tuple[_Part | None, _Part | None]]()
 
     def place(shape: tuple[int, ...] | None, kind: torch.dtype) -> _Part | None:
@@ -354,7 +354,7 @@ def num_state_rows(
 ) -> StateBudget:
     """Divide the memory of the KV cache among states of running sequences, snapshots, and blocks, which get the rest.
 
-    A `max_num_seqs` set by the user is used or refused. Otherwise it becomes the number of sequences whose states fit.
+    A `max_num_seqs` set by the user is used or refused. Otherwise it becomes the largest number for which all states fit.
     Plans refer to rows by number, so all stages of a pipeline have equally many: as many as fit in the stage with the largest rows.
 
     Args:

@@ -43,7 +43,7 @@ HEAD_BYTES = HEAD.size + HEAD_SUM.size
 RAW, PACKED = 0, 12
 FILE_NAME = re.compile(r"([0-9a-f]{64}(?:ff)?)\.([0-9a-f]{16})")
 FIRST_PARENT = "0" * 16
-# The limit for all spaces together, whose entries then take 40 MB of memory.
+# The limit for all spaces together. This many entries take 40 MB of memory.
 MAX_FILES = 2**17
 # The limit of parts in a block (layers × 2 × heads).
 MAX_PARTS = 2**16

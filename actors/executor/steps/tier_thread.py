@@ -73,7 +73,7 @@ class Pages:
         is_bf16 = all(group.dtype == torch.bfloat16 for group in groups)
         can_shrink = is_bf16 and all(can_pack(length) for _, length in parts)
         is_small = 0 < sum(count for count, _ in parts) < MAX_PARTS
-        # None for other dtypes and for short blocks, which are stored unpacked.
+        # None for other dtypes and for short blocks: these are stored unpacked.
         self.codec = KvCodec(parts) if can_shrink and is_small else None
         self.num_bytes = sum(
             int(np.prod(shape)) * group.itemsize
@@ -106,7 +106,7 @@ class StateRows:
     stages exist.
     """
 
-    # States are float32, which is stored unpacked.
+    # Only bfloat16 can be packed, and states are float32.
     codec = None
 
     def __init__(self, states: StatePool | None) -> None:
@@ -162,7 +162,7 @@ class TierThread:
         # Called with each answer, on either thread.  None until the engine expects answers.
         self._answer: Answer | None = None
         self._is_known = threading.Event()
-        # The fields below belong to the thread alone.
+        # The fields below belong to the tier's thread.
         self._folder: TierFolder | None = None
         self._is_anew = True
         self._raw: Bytes = np.empty(0, np.uint8)

@@ -55,7 +55,7 @@ MEMORY_BYTES = 2**22
 
 
 def find_space(config: EngineConfig, worker: int, num_threads: int) -> bytes:
-    """Return the 16 bytes that name the space.  Reads all weight files whose digests are not cached.
+    """Return the 16 bytes that name the space.  Reads all weight files without a cached digest.
 
     Args:
         worker: the index of the worker within its device. Each worker stores its part of every block in a space of its own.
@@ -94,7 +94,7 @@ def _without(struct: msgspec.Struct, names: frozenset[str]) -> dict[str, Any]:
 
 
 def _digests(files: Iterable[Path], memory: Path) -> list[str]:
-    """Return the SHA-256 digests of whole files.  Files that have not changed since an earlier start are not read again.
+    """Return the SHA-256 digests of whole files.  Unchanged files are not read again at the next start.
 
     If several processes start together, the first one reads the files, and the others wait for its digests.
 
