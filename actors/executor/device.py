@@ -1,8 +1,8 @@
 """Connect the scheduler to whatever computes: the executor actor, and the interface `Device` that it drives.
 
-A device is a thread, a group of worker processes, or a simulation.  Its interface separates submitting without a wait from receiving with a
-wait, so the order of plans does not depend on the order of tasks, and one test suite drives real and simulated devices.  The actor has
-two loops for the same reason: one submits the next plan while the device still runs the current one, another returns results.
+A device is a thread, a group of worker processes, or a simulation.  In its interface, `submit` never waits and `receive` does, so that the
+order of plans does not depend on how tasks are scheduled, and one test suite drives real and simulated devices.  The actor has two loops:
+one submits the next plan while the device still runs the current one, the other returns results.
 """
 
 from collections.abc import Callable
@@ -37,11 +37,10 @@ DeviceEvent = StepResult | GrammarReady | TierAnswer | DeviceLost | DeviceBack
 
 
 class PendingResult(NamedTuple, Generic[Result_co]):
-    """The result of launched work in progress, so the caller can launch more work before it calls
-    `finish`.
+    """Represent the result of launched work, so that the caller can launch more work before it calls `finish`.
 
     `is_ready` tests whether `finish` would return immediately. `finish` waits for the result. `when_ready`
-    registers a callback, called from any thread; without it the caller polls `is_ready`.
+    registers a callback, called from any thread; if it is None, the caller polls `is_ready`.
     """
 
     is_ready: Callable[[], bool]
@@ -50,15 +49,15 @@ class PendingResult(NamedTuple, Generic[Result_co]):
 
 
 class DeviceInfo(msgspec.Struct, frozen=True):
-    """Facts about a device, known only after loading. `num_blocks` includes the null block 0.
+    """Describe a device after loading. `num_blocks` includes the null block 0.
 
     `num_weight_bytes` is 0 if the bytes were not counted. `longest` is the longest sequence, in tokens, that
     the model code supports; None means that there is no limit.
 
-    A model with recurrent mixers keeps a state of `state_bytes` for each sequence. Then `num_state_rows` sequences can run at
-    once, and `num_snapshots` rows behind theirs keep copies.
+    A model with recurrent mixers needs a state of `state_bytes` for each sequence. Then `num_state_rows` sequences can run at
+    once, and the `num_snapshots` rows after theirs hold copies of states.
 
-    `layout` describes which layers share a block; without it all of them do.
+    `layout` describes which layers share a block; None means all.
     """
 
     num_blocks: int
@@ -74,7 +73,7 @@ class DeviceInfo(msgspec.Struct, frozen=True):
 
     @property
     def kv_layout(self) -> KVLayout:
-        """Return the rule by which a sequence takes blocks."""
+        """Return how sequences use blocks."""
         return self.layout or KVLayout(self.block_size)
 
     def num_kv_tokens(self, num_tokens: int) -> int:
@@ -83,23 +82,21 @@ class DeviceInfo(msgspec.Struct, frozen=True):
 
 
 def timed(result: StepResult, seconds: float) -> StepResult:
-    """Return the result with its computing time in seconds, counted while it was the oldest plan. A failed step
-    has no time and is returned unchanged.
-    """
+    """Return the result with its computing time: the seconds for which it was the oldest plan. A failed step is returned unchanged."""
     if isinstance(result, StepFailed):
         return result
     return msgspec.structs.replace(result, seconds=seconds)
 
 
 class Device(Protocol):
-    """Runs plans one at a time, in the order of their submission. One task calls `receive`.
+    """Run plans one at a time, in the order of their submission. Only one task calls `receive`.
 
     An implementation may be a thread, worker processes or a simulation; the executor cannot distinguish them.
     """
 
     @property
     def process_ids(self) -> tuple[int, ...]:
-        """The worker processes on this machine; none if the device runs in this process, or while they restart."""
+        """Return the worker processes on this machine; none if the device runs in this process, or while they restart."""
         ...
 
     async def load(self) -> DeviceInfo:
@@ -116,24 +113,24 @@ class Device(Protocol):
         ...
 
     def prepare(self, order: PrepareGrammar) -> None:
-        """Compile a grammar while steps go on; `receive` returns `GrammarReady` for it. Only one order is open
+        """Compile a grammar while steps run; `receive` returns `GrammarReady` for it. Only one order is open
         at a time.
 
-        The device keeps the grammar until a later order releases it and the plans before that order are done,
+        The device holds the grammar until a later order releases it and the plans before that order are done,
         or until the device is lost.
         """
         ...
 
     def order_tier(self, order: TierOrder) -> None:
-        """Queue an order to the tier on disk, behind the plans already submitted. `receive` returns its
+        """Queue an order to the tier on disk, after the plans already submitted. `receive` returns its
         `TierAnswer`.
 
-        A device without a tier gets no such order. The orders of a lost device are not answered.
+        A device without a tier gets no orders. A lost device does not answer its orders.
         """
         ...
 
     async def receive(self) -> DeviceEvent:
-        """Wait for the next result, in the order of the plans, or for a grammar. A cancelled wait loses nothing.
+        """Wait for the next event: results come in the order of the plans. A cancelled wait loses nothing.
 
         `StepFailed` reports an error that the device survived; all later plans of the same epoch then return
         `StepFailed` without running. After `DeviceLost` earlier plans get no answer, and new plans are
@@ -161,7 +158,7 @@ class Device(Protocol):
 
 
 def torch_facts() -> dict[str, Any]:
-    """Return facts about torch and its devices for bug reports; an empty dictionary if torch is not installed.
+    """Describe torch and its devices for bug reports; an empty dictionary if torch is not installed.
     `gpus` lists name, memory in bytes and compute capability.
     """
     try:
@@ -195,9 +192,7 @@ CLOSE_GRACE_S = 30
 
 
 class ExecutorSnapshot(msgspec.Struct, frozen=True):
-    """State of the executor for diagnostics. `last_step` is 0 before the first plan; `call` names the action in
-    progress.
-    """
+    """Describe the executor for diagnostics. `last_step` is 0 before the first plan; `call` names the action in progress."""
 
     last_step: int
     call: str | None
@@ -206,12 +201,10 @@ class ExecutorSnapshot(msgspec.Struct, frozen=True):
 
 
 class Executor:
-    """Owns one device and the order of everything sent to it. `run` reports the loaded device's `DeviceInfo`
-    when the device can accept plans.
+    """Own one device, and preserve the order of everything sent to it. `run` reports `DeviceInfo` once the device accepts plans.
 
     Args:
-        replica: index of this device among several replicas, added to each of its events; None for a single
-            device.
+        replica: index of this device among several replicas, added to each of its events; None for a single device.
     """
 
     def __init__(
@@ -225,7 +218,7 @@ class Executor:
         self._scheduler = scheduler
         self._device = device
         self._replica = replica
-        # Set when this replica failed for good while other replicas go on.
+        # Whether this replica has failed permanently while others continue.
         self._has_failed = False
         self._last_step = 0
         self._call_under_way: str | None = None
@@ -252,9 +245,7 @@ class Executor:
                     await self._device.aclose()
 
     async def _submit(self) -> None:
-        """Submit plans in the order of their messages. An action waits until the messages before it were
-        submitted.
-        """
+        """Submit messages in their order. An action begins after the plans before it, and later messages wait until it ends."""
         async for message in self._inbox:
             if isinstance(message, DeviceCall):
                 await self._call(message)
@@ -267,8 +258,7 @@ class Executor:
                 self._device.submit(message)
 
     async def _receive(self) -> None:
-        """Forward each result to the scheduler without waiting. The channel has room for all plans in flight and
-        one grammar.
+        """Forward each event to the scheduler without waiting, since its channel has room for all plans and orders in flight.
 
         Raises:
             DeviceStartError: the only device cannot be restarted. With several replicas the scheduler
@@ -289,7 +279,7 @@ class Executor:
             )
 
     async def _call(self, message: DeviceCall) -> None:
-        # A failed device holds no memory, no adapter and no trace, so there is nothing to do.
+        # A failed device holds no memory, adapter or trace, so every action is already complete.
         if self._has_failed:
             message.answer.set(None)
             return

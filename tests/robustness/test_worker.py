@@ -117,7 +117,7 @@ def fault(monkeypatch, tmp_path):
     [
         ("segv", "worker 0 died of SIGSEGV in step"),
         ("exit", "worker 0 exited with status 3 in step"),
-        ("sticky", "worker 0 gave up in step"),
+        ("sticky", "worker 0 failed in step"),
     ],
 )
 async def test_fault_names_its_step_and_texts_continue(name, words, fault, caplog):
@@ -193,7 +193,7 @@ async def test_out_of_memory_kill_is_named_and_texts_continue(fault, caplog):
             expected = await texts(engine)
             assert await texts(engine, at_token=3, do=partial(fault, "memory")) == expected
         assert len(worker_group.peers) == 2
-    assert "worker 0 was killed by the kernel, which had no memory left, in step" in caplog.text
+    assert "worker 0 was killed by the operating system, which was out of memory, in step" in caplog.text
 
 
 @pytest.mark.slow

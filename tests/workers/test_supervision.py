@@ -32,7 +32,7 @@ from trouper.actors.executor.devices.supervision import (
         (
             Death(0, 3, -9, was_out_of_memory=True),
             "out_of_memory",
-            "worker 0 was killed by the kernel, which had no memory left, in step 3",
+            "worker 0 was killed by the operating system, which was out of memory, in step 3",
         ),
         (
             Death(2, 9, -9, hung_s=10.0),
@@ -42,7 +42,7 @@ from trouper.actors.executor.devices.supervision import (
         (
             Death(0, 4, 1, broken="CUDA error: an illegal memory access"),
             "error",
-            "worker 0 gave up in step 4: CUDA error: an illegal memory access",
+            "worker 0 failed in step 4: CUDA error: an illegal memory access",
         ),
         (Death(0), "closed", "worker 0 closed its connection"),
         (Death(0, None, -99), "signal", "worker 0 died of signal 99"),

@@ -1,8 +1,8 @@
-"""Work that the workers of a device have not answered, and the state that answered calls leave behind.
+"""Record unanswered plans and calls of a device, and the state that restarted workers must restore.
 
-A device in worker processes must survive the loss of its workers. It therefore records unanswered plans and
-calls, which fail or are recomputed after a loss, and the sleep level, trace and adapters that new workers
-need to continue. Everything here is pure bookkeeping.
+A device in worker processes must survive the loss of its workers. After a loss, open calls fail and
+unanswered plans are dropped and scheduled again; the sleep level, the trace and the adapters are set up again in
+the new workers. Everything here is pure bookkeeping.
 """
 
 import math
@@ -36,10 +36,7 @@ from trouper.config.engine_config import EngineConfig
 
 
 class SubmittedPlan(msgspec.Struct, frozen=True):
-    """An unanswered plan with its size.
-
-    The deadline of the step depends on the size and on the time of submission. Plans are answered in their order.
-    """
+    """Record an unanswered plan: its size and time of submission determine the deadline of the step. Plans are answered in order."""
 
     step: int
     epoch: int
@@ -58,18 +55,16 @@ class SubmittedPlan(msgspec.Struct, frozen=True):
         return cls(plan.step, plan.epoch, num_tokens, num_requests, now)
 
 
-# Calls with a deadline. Writing a trace may take any time.
+# Calls with a deadline. The others write traces, which may take arbitrarily long.
 BOUNDED = (Sleep, Wake, LoadAdapter, ProbeDevice)
-# Calls after which workers must agree: with different weights or adapters they would compute different
-# results.
+# Calls that must succeed or fail on all workers alike: with different weights or adapters their results would be wrong.
 DECISIVE = (Sleep, Wake, LoadAdapter)
 
 
 class OpenCall(msgspec.Struct):
-    """A call to the workers, and their answers so far.
+    """Track a call to the workers, and their answers so far.
 
-    It is complete when each worker has answered; different answers are an error. Its future then gets the result or
-    the error.
+    When every worker has answered, its future is set, or fails with the first error.
     """
 
     call: Call
@@ -80,9 +75,9 @@ class OpenCall(msgspec.Struct):
 
 
 class OpenCalls:
-    """The open calls of a device by number. There are few: the lifecycle opens one at a time, a probe another.
+    """Track the open calls of a device by number. At most two are open: one of the lifecycle, and a health probe.
 
-    `differ` describes a call that only some workers could perform, after which the device cannot continue.
+    `differ` describes a decisive call that only some workers performed. The device must then restart its workers.
     """
 
     def __init__(self) -> None:
@@ -95,18 +90,14 @@ class OpenCalls:
 
     @property
     def since_s(self) -> float:
-        """Time at which the oldest call with a deadline was opened, in seconds of the event loop's clock; infinite if
-        there is none.
-
-        The supervision kills workers that take too long.
-        """
+        """Return when the oldest call with a deadline was opened, in seconds of the event loop's clock; infinite without one."""
         bounded = (c.opened_s for c in self._open.values() if isinstance(c.call.action, BOUNDED))
         return min(bounded, default=math.inf)
 
     def open(self, action: WorkerAction, now: float) -> OpenCall:
-        """Give an action a number, and expect an answer from each worker.
+        """Open a call that performs an action, and expect an answer from each worker.
 
-        `now` is the time from which its deadline counts. The caller must `close` the call in any case.
+        Its deadline counts from `now`. The caller must `close` the call in any case.
         """
         open_call = OpenCall(Call(self._next, action), Future(), now)
         self._open[self._next] = open_call
@@ -114,14 +105,14 @@ class OpenCalls:
         return open_call
 
     def close(self, open_call: OpenCall) -> None:
-        """Forget a call after its answer, or when its caller was cancelled. Idempotent."""
+        """Remove a call after its answer, or when its caller was cancelled. Idempotent."""
         self._open.pop(open_call.call.number, None)
 
     def note(self, returned: Returned, num_workers: int) -> Call | None:
-        """Count a worker's answer. The last answer completes the call, with the first error if there was one.
+        """Count a worker's answer. The last answer completes the call, with the first error if any worker failed.
 
         Returns:
-            The call, if every worker performed it; else None.
+            The call, if every worker performed it; otherwise None.
         """
         open_call = self._open.get(returned.number)
         if open_call is None:
@@ -145,10 +136,7 @@ class OpenCalls:
         return open_call.call
 
     def fail_all(self, error: Exception) -> None:
-        """Fail all open calls, because no worker can answer any more.
-
-        Their callers get the error, and may call again after the restart. It is safe to call without open calls.
-        """
+        """Fail all open calls after a loss of the workers. Their callers may retry after the restart."""
         for open_call in self._open.values():
             open_call.future.fail(error)
         self._open.clear()
@@ -159,12 +147,12 @@ ALL_MEMORY = frozenset({"weights", "kv_cache"})
 
 
 class RestoredState:
-    """The sleep level, trace and adapters that earlier calls set, and that restarted workers must have again.
+    """Record the sleep level, the trace and the adapters set by earlier calls, to restore them in restarted workers.
 
     Memory: the files of at most `num_slots` adapters, each as large as on disk.
 
     Args:
-        files: sample of the model's files, which every worker compares with its own.
+        files: a sample of the model's files, which every worker compares with its own.
     """
 
     def __init__(self, files: tuple[FileSample, ...] = ()) -> None:
@@ -178,26 +166,16 @@ class RestoredState:
 
     @property
     def adapters(self) -> Mapping[int, AdapterFiles]:
-        """The adapters by slot.
-
-        Restarted workers receive them one by one after the load, so the state is the same as before the loss.
-        """
+        """Return the adapters by slot. Restarted workers receive them one by one after the load."""
         return self._adapters
 
     def load(self, config: EngineConfig, rank: int) -> Load:
-        """Make the first frame for the worker of this rank.
-
-        It includes the sleep level and the profile, so a restarted worker continues in the state of its predecessor.
-        """
+        """Return the first frame for the worker of this rank, with the sleep level and the trace to restore."""
         woken = () if self._sleep_level == 0 else tuple(sorted(self._woken))
         return Load(config, rank, self._sleep_level, woken, self._profile, self._files)
 
     def follow(self, call: Call) -> None:
-        """Record the effect of a call that all workers have performed.
-
-        Calls without a lasting effect, such as a probe, change nothing. The recorded state is sent to restarted
-        workers.
-        """
+        """Record the lasting effect, if any, of a call that all workers have performed."""
         match call.action:
             case Sleep(level):
                 self._sleep_level, self._woken = level, frozenset()
@@ -216,7 +194,7 @@ class RestoredState:
 
 
 class _OpenOrder(msgspec.Struct):
-    """The answers to an order to the tier so far."""
+    """Combine the answers to one order to the tier so far."""
 
     num_answers: int = 0
     num_done: int = 0
@@ -224,10 +202,10 @@ class _OpenOrder(msgspec.Struct):
 
 
 class TierParts:
-    """Joins what the workers of a device answer about the tier on disk.
+    """Combine the answers of a device's workers about the tier on disk.
 
-    Each worker keeps its part of every block in files of its own. A block is there only if all parts are, so the worker that has done
-    least decides for all. Until every worker has opened its folder, nothing is answered.
+    Each worker stores its part of every block in its own files. A block can be used only if all parts exist, so the combined answer
+    counts only blocks that every worker has stored or fetched. Nothing is answered until every worker has opened its folder.
 
     Memory: the names of each worker's files, and the orders in flight.
     """
@@ -236,8 +214,8 @@ class TierParts:
         # The names of each worker's files; None until it has opened its folder.
         self._names: list[set[bytes] | None] = [None] * num_workers
         self._orders: dict[int, _OpenOrder] = {}
-        # Of what `take` has not returned yet: the orders that all workers have answered; blocks that came (True) or went; whether all
-        # blocks must be listed; and whether there is something new without an order.
+        # The part of the next `take`: orders that all workers have answered; blocks that appeared (True) or vanished (False);
+        # whether to list all blocks instead; and whether there are changes without an order.
         self._done: deque[tuple[int, _OpenOrder]] = deque()
         self._changes: dict[bytes, bool] = {}
         self._is_anew = self._has_news = False
@@ -248,14 +226,14 @@ class TierParts:
         return f"<TierParts of {len(self._names)} workers: {len(self._orders)} orders>"
 
     def note(self, worker: int, answer: TierAnswer) -> None:
-        """Record an answer of a worker."""
+        """Record a worker's answer and its changes."""
         names = self._names[worker]
         if answer.is_anew or names is None:
             names = self._names[worker] = set()
             self._is_anew = True
         names.update(answer.added)
         names.difference_update(answer.removed)
-        # The whole list contains these changes.
+        # If all blocks will be listed, the list contains these changes.
         if not self._is_anew:
             for name in answer.added:
                 if all(name in (of or ()) for of in self._names):
@@ -274,7 +252,7 @@ class TierParts:
             self._done.append((answer.number, self._orders.pop(answer.number)))
 
     def take(self) -> TierAnswer | None:
-        """Take the next answer of all workers together; returns None if there is none yet."""
+        """Return the next combined answer of all workers, or None if there is none yet."""
         opened = [names for names in self._names if names is not None]
         if len(opened) < len(self._names) or not (self._done or self._has_news):
             return None

@@ -1,11 +1,10 @@
-"""A device in worker processes. It restarts workers that die or hang, so the engine survives their loss.
+"""Run a device in worker processes, and restart workers that die or hang, so that the engine survives their loss.
 
 A worker holds one stage of the model, one rank of a stage, or the whole model. Every worker receives every
-plan and call, only the last stage's first rank answers plans, and all workers of a device are replaced
-together.
+plan and call. Only the first rank of the last stage answers plans. All workers of a device are replaced together.
 
-The task that calls `receive` is the supervisor: it reads the workers' frames, watches the deadline of the
-oldest step and restarts the workers after a loss. It returns `DeviceLost` once for each loss, when the
+The task that calls `receive` is the supervisor: it reads the workers' frames, enforces the deadline of the
+oldest step and restarts the workers after a loss. It returns `DeviceLost` once for each loss, after the
 workers are reaped and all their answers were returned; `DeviceBack` follows when the new workers are loaded.
 """
 
@@ -38,10 +37,10 @@ from trouper.actors.executor.devices.supervision import (
 from trouper.actors.executor.devices.worker_link import (
     KeptFiles,
     WorkerLink,
+    drain,
     receive_from_any,
     send_adapter,
     send_to_all,
-    take_what_has_come,
 )
 from trouper.actors.executor.worker_links import LinkLostError
 from trouper.actors.executor.workers.launching import (
@@ -83,21 +82,21 @@ from trouper.errors import DeviceStartError, RetryableRequestError, invalid
 
 logger = logging.getLogger(__name__)
 FrameKind = TypeVar("FrameKind", Loaded, Returned)
-# Number of the calls that restore a worker's state during its start.
+# The number of all calls that restore a worker's state during its start, before `OpenCalls` numbers any.
 NO_CALL = -1
 # Seconds for workers to release their memory before they are killed.
 CLOSE_S = 4.0
 
 
 class ProcessDevice:
-    """`Device` in worker processes, one for each rank of each stage.
+    """Implement `Device` by worker processes, one for each rank of each stage.
 
     Args:
-        config: `max_worker_restarts`, `worker_restart_window_s` and `step_timeout_s` limit losses.
+        config: `max_worker_restarts` and `worker_restart_window_s` limit losses, `step_timeout_s` limits steps.
         launcher: starts one worker on this machine; tests substitute their own.
-        launch_workers: starts all workers instead, when some run on other machines.
+        launch_workers: replaces `launcher` and starts all workers, if some run on other machines.
         replica: index among the engine's replicas; worker numbers continue across replicas.
-        files: sample of the model's files, which each worker compares with its own; empty to skip the
+        files: a sample of the model's files, which each worker compares with its own; empty to skip the
             comparison.
     """
 
@@ -111,7 +110,7 @@ class ProcessDevice:
         files: tuple[FileSample, ...] = (),
     ) -> None:
         self._first_number = first = replica * config.workers_per_replica
-        # Keep only the processors of this replica's workers.
+        # Select the processors of this replica's workers.
         if config.cpu_bind is not None:
             own = config.cpu_bind[first : first + config.workers_per_replica]
             config = msgspec.structs.replace(config, cpu_bind=own)
@@ -126,14 +125,14 @@ class ProcessDevice:
         self._info: DeviceInfo | None = None
         self._plans: deque[SubmittedPlan] = deque()  # at most `max_steps_in_flight`
         self._last_answer_s = -math.inf
-        # The scheduler's epoch when it has received all events of this device, and the last epoch that is void.
+        # The epoch of plans that the scheduler makes once it has received all events so far, and the last epoch lost with workers.
         self._last_epoch, self._lost_epoch = 0, -1
-        # The scheduler receives each loss, so its orders to the tier count them, too.
+        # The scheduler counts losses as well, and puts its count into orders to the tier, so that outdated orders can be dropped.
         self._num_losses = 0
         self._calls = OpenCalls()
         self._restored = RestoredState(files)
         self._kept = KeptFiles(config)
-        # Set once the workers have the vocabulary; restarted workers receive it as well.
+        # The vocabulary, once it was sent to the workers. Restarted workers receive it again.
         self._vocabulary: Vocabulary | None = None
         self._tier = TierParts(config.workers_per_replica)
         # Answers to the open grammar order, one for each worker.
@@ -142,7 +141,7 @@ class ProcessDevice:
         self._deadlines = StepDeadlines(config.step_timeout_s)
         self._lost_s = self._load_s = 0.0
         self._restart_in_s = 0.0
-        # Why the device is not restarted.
+        # The reason for which the device is not restarted again.
         self._failure = ""
 
     def __repr__(self) -> str:
@@ -175,8 +174,7 @@ class ProcessDevice:
     def submit(self, plan: StepPlan | PoolPlan) -> None:
         """Send a plan to all workers.
 
-        A plan made before the scheduler received a loss is void and is not sent. The policy computes its sequences
-        again.
+        A plan made before the scheduler received a loss is dropped. The policy will schedule its sequences again.
         """
         is_void = self._state is not WorkerState.UP or plan.epoch <= self._lost_epoch
         self._last_epoch = max(self._last_epoch, plan.epoch)
@@ -190,10 +188,9 @@ class ProcessDevice:
         self._waiting.deadline = self._deadline_s()
 
     def prepare(self, order: PrepareGrammar) -> None:
-        """Ask all workers to compile a grammar.
+        """Ask all workers to compile a grammar; `receive` returns `GrammarReady` after the last one.
 
-        The order is dropped if the workers were lost, since the scheduler will repeat it. The answer is a
-        `GrammarReady`.
+        If the workers are lost, the order is dropped, because the scheduler repeats it after a loss.
         """
         if self._state is WorkerState.UP:
             self._send_vocabulary(order.grammar)
@@ -202,7 +199,7 @@ class ProcessDevice:
     def order_tier(self, order: TierOrder) -> None:
         """Send an order to the tier of each worker.
 
-        An order that was given before the scheduler received a loss is dropped: the scheduler has forgotten it.
+        An order made before the scheduler received a loss is dropped; the scheduler expects no answer to it.
         """
         if self._state is WorkerState.UP and order.epoch == self._num_losses:
             send_to_all(self._workers, order)
@@ -210,13 +207,13 @@ class ProcessDevice:
     def _send_vocabulary(self, grammar: Grammar | None) -> None:
         """Send the vocabulary before the first grammar."""
         if grammar is not None and self._vocabulary is None:
-            assert grammar.vocabulary is not None, "it is for a device in another process"
+            assert grammar.vocabulary is not None, "a grammar for another process has a vocabulary"
             self._vocabulary = grammar.vocabulary
             send_to_all(self._workers, grammar.vocabulary)
 
     async def receive(self) -> DeviceEvent:
         while True:
-            # Workers find their files before they are loaded.
+            # Workers may report tier files while they load, but answers to the scheduler begin when all of them are up.
             if self._state is WorkerState.UP and (answer := self._tier.take()) is not None:
                 return answer
             if self._state is WorkerState.FAILED:
@@ -234,7 +231,7 @@ class ProcessDevice:
                 return event
 
     async def _event_of(self, rank: int, frame: Frame) -> DeviceEvent | None:
-        """Interpret a worker's frame. Returns None if the scheduler need not know of it."""
+        """Convert a worker's frame to an event. Returns None if it does not concern the scheduler."""
         if isinstance(frame, GrammarReady):
             return self._note_ready(frame)
         if not isinstance(frame, StepDone | PoolDone | StepFailed):
@@ -244,13 +241,18 @@ class ProcessDevice:
             return None
         if self._plans and self._plans[0].step == frame.step:
             return self._note_result(frame)
-        return self._lose(await self._reap(rank, broken=f"it answered step {frame.step}"))
+        expected = f"step {self._plans[0].step} is next" if self._plans else "no step is in flight"
+        return self._lose(
+            await self._reap(rank, broken=f"it answered step {frame.step}, but {expected}")
+        )
 
     async def call(self, action: DeviceAction) -> object:
         if isinstance(action, ExplainLosses):
             return self._budget.explain(action.num_losses)
         if self._state is not WorkerState.UP:
-            raise RetryableRequestError("the device is being started again", "device_restarting")
+            raise RetryableRequestError(
+                "the device is restarting; retry in a few seconds", "device_restarting"
+            )
         open_call = self._calls.open(action, anyio.current_time())
         self._waiting.deadline = self._deadline_s()
         try:
@@ -261,20 +263,24 @@ class ProcessDevice:
             self._waiting.deadline = self._deadline_s()
 
     async def _send_call(self, call: Call) -> None:
-        """Send a call after the plans already sent. The workers may be lost while a thread writes an adapter."""
+        """Send a call after the plans already sent.
+
+        Raises:
+            RetryableRequestError: the workers were lost and replaced while a thread wrote an adapter.
+        """
         if not isinstance(call.action, LoadAdapter):
             send_to_all(self._workers, call)
             return
         workers = self._workers
-        # Workers that died meanwhile ignore the call.
+        # Sending to workers that died meanwhile has no effect.
         await send_adapter(workers, call)
         if workers is not self._workers:
-            raise RetryableRequestError("the device was started again", "device_restarting")
+            raise RetryableRequestError(
+                "the device restarted during the call; retry it", "device_restarting"
+            )
 
     async def aclose(self) -> None:
-        """Ask the workers to release everything, then end them. Loading workers are killed.
-        Idempotent.
-        """
+        """Ask the workers to exit, and kill those that remain after `CLOSE_S` seconds, or at once while they are loading. Idempotent."""
         if self._state is WorkerState.CLOSED:
             return
         grace_s = CLOSE_S if self._state is WorkerState.UP else 0.0
@@ -288,10 +294,10 @@ class ProcessDevice:
     # Starting
 
     async def _start(self) -> DeviceInfo | Death:
-        """Start the workers and load them into the state set by earlier calls.
+        """Start the workers, load them, and restore the state set by earlier calls. Returns how a worker died, if one did.
 
         Raises:
-            DeviceStartError: the system or a machine refused; no worker remains.
+            DeviceStartError: the operating system or a machine refused; no worker remains.
         """
         config = self._config
         # Restarted workers must offer the same number of blocks.
@@ -312,18 +318,21 @@ class ProcessDevice:
         if isinstance(loaded, Death):
             return loaded
         if not self._kept.note_loaded(loaded):
-            return await self._reap(0, broken="its KV memory has another layout than before")
+            return await self._reap(
+                0, broken="the layout of its KV memory differs from that of the previous worker"
+            )
         if self._vocabulary is not None:
             send_to_all(self._workers, self._vocabulary)
         for slot, files in self._restored.adapters.items():
-            # Adapters are sent one by one, so that the sockets have room.
+            # Send adapters one by one, so that they fit into the sockets' buffers.
             await send_adapter(self._workers, Call(NO_CALL, LoadAdapter(slot, files)))
             answers = await self._frames_of_all(Returned)
             if isinstance(answers, Death):
                 return answers
             error = next((answer.error for answer in answers if answer.error is not None), None)
             if error is not None:
-                return await self._reap(0, broken=f"an adapter: {error.kind}: {error.message}")
+                words = f"it cannot load an adapter again: {error.kind}: {error.message}"
+                return await self._reap(0, broken=words)
         infos, self._load_s = [frame.info for frame in loaded], anyio.current_time() - began_s
         # The ranks of a stage, and all stages, hold a part of each block.
         size = sum(info.kv_layout.block_bytes for info in infos)
@@ -356,9 +365,7 @@ class ProcessDevice:
         return [frames[rank] for rank in sorted(frames)]
 
     async def _restart(self) -> bool:
-        """Start new workers. Returns whether they are loaded; if not, a later attempt follows, or the budget is
-        spent.
-        """
+        """Start new workers. Returns False if that fails; the restart budget then decides about another attempt."""
         await anyio.sleep(self._restart_in_s)
         self._state = next_state(self._state, WorkerEvent.RESTART)
         try:
@@ -366,7 +373,10 @@ class ProcessDevice:
         except DeviceStartError as error:
             loaded = Death(self._first_number, broken=str(error))
         if isinstance(loaded, DeviceInfo) and loaded != self._info:
-            loaded = await self._reap(0, broken=f"the successor offers {loaded}, not {self._info}")
+            words = (
+                f"the restarted worker reports {loaded}, but the previous one reported {self._info}"
+            )
+            loaded = await self._reap(0, broken=words)
         if isinstance(loaded, Death):
             self._spend(loaded)
             return False
@@ -406,20 +416,19 @@ class ProcessDevice:
                 await receive_from_any(self._workers)
             is_late = self._waiting.cancelled_caught
             if any(worker.has_hung_up for worker in self._workers):
-                await take_what_has_come(self._workers)
+                await drain(self._workers)
 
     def _located(self, worker: WorkerLink, error: ErrorText) -> ErrorText:
-        """Prefix an error with the worker's name if it runs on another machine, since the error may contain
-        paths of that machine.
-        """
+        """Prefix an error with the worker's name if it runs on another machine, to which paths in the message then refer."""
         if not worker.where:
             return error
         name = f"worker {self._first_number + worker.rank} {worker.where}"
         return msgspec.structs.replace(error, message=f"{name}: {error.message}")
 
     def _deadline_s(self) -> float:
-        """Return the time at which the oldest plan, or without plans the oldest call, counts as hung; infinite
-        without either.
+        """Return the deadline of the oldest plan, or of the oldest call if there is no plan; infinite without either.
+
+        In seconds of the event loop's clock. The workers count as hung at this time.
         """
         if self._state is not WorkerState.UP:
             return math.inf
@@ -428,8 +437,9 @@ class ProcessDevice:
         return self._begin_s() + call_deadline_s(self._load_s)
 
     def _begin_s(self) -> float:
-        """Return the earliest time at which the worker can have begun the oldest plan or call: after it was sent
-        and the previous answer.
+        """Return the earliest time at which the workers can have begun the oldest plan or call.
+
+        They begin when it was sent or after their previous answer, whichever is later.
         """
         sent_s = self._plans[0].submitted_s if self._plans else self._calls.since_s
         return max(sent_s, self._last_answer_s)
@@ -452,7 +462,7 @@ class ProcessDevice:
             is_sound=is_memory_sound(
                 [each.status for each in ends],
                 was_out_of_memory=any(each.was_out_of_memory for each in ends),
-                # A worker that only misses another one has done nothing wrong.
+                # A worker that only lost its link to another machine has not damaged its memory.
                 is_broken=broken is not None and not was_machine_lost,
             )
         )
@@ -463,7 +473,7 @@ class ProcessDevice:
             num_workers=len(self._workers), first_rank=self._first_number,
         )  # fmt: skip
 
-    # What frames and deaths mean
+    # Bookkeeping
 
     def _note_result(self, result: StepResult) -> StepResult:
         plan = self._plans.popleft()
@@ -487,7 +497,7 @@ class ProcessDevice:
         return next((answer for answer in answers if answer.error is not None), ready)
 
     def _note(self, rank: int, frame: Frame) -> None:
-        """Handle a frame other than a result."""
+        """Handle all frames except results."""
         number = self._first_number + rank
         match frame:
             case Returned():
@@ -502,7 +512,9 @@ class ProcessDevice:
             case Progress(phase):
                 log_phase(phase, where=f"worker {number}: ")
             case _:
-                logger.warning("worker %d sent a %s", number, type(frame).__name__)
+                logger.warning(
+                    "worker %d sent an unexpected frame: %s", number, type(frame).__name__
+                )
 
     def _lose(self, death: Death) -> DeviceLost:
         """Record a loss: open calls fail and plans in flight are dropped."""
@@ -527,8 +539,8 @@ class ProcessDevice:
             self._state = next_state(self._state, WorkerEvent.BUDGET_SPENT)
             allowed = self._config.max_worker_restarts
             self._failure = (
-                f"{death.describe()}; max_worker_restarts={allowed} in "
-                f"{self._config.worker_restart_window_s:g} s are spent"
+                f"{death.describe()}; the engine gives up because all restarts are used "
+                f"(max_worker_restarts={allowed} in {self._config.worker_restart_window_s:g} s)"
             )
         else:
             self._restart_in_s = wait_s

@@ -1,8 +1,8 @@
-"""Decides what the loss of a worker means: its cause, whether the device restarts, and when. Pure.
+"""Decide how to handle the loss of a worker: its cause, whether the device restarts, and when. Pure.
 
     STARTING -> UP -> LOST -> STARTING ...      FAILED once the budget is spent, CLOSED when the engine ends
 
-A loss is an ordinary event: the running sequences are recomputed and their streams continue. Only unexplained
+A loss need not end the engine: the running sequences are recomputed and their streams continue. Only unexplained
 losses count against a budget. A loss is explained when the request that caused it has been found.
 """
 
@@ -17,29 +17,26 @@ import msgspec
 from trouper.actors.messages.steps import LossCause
 from trouper.errors import DeviceStartError
 
-# Seconds before the first, second and every later restart in a row.  In the first ones the scheduler explains the loss, so that
-# the end of the next workers, which may come at once, is counted without it.
+# Seconds before the first, second and every later consecutive restart.  The first 10 ms give the scheduler time to explain the loss,
+# so that it does not count if the new workers die at once.
 BACKOFF_S = (0.01, 1.0, 4.0)
-# Losses remembered within the window, explained or not; more if the budget allows more unexplained ones.
+# The most losses, explained or not, within the window; more if the budget allows more unexplained ones.
 MAX_LOSSES = 16
-# A worker that dies of one of these may have written anywhere before, also into memory that outlives it.
+# A worker killed by one of these signals may have corrupted any memory, also the KV cache that outlives it.
 WILD_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGABRT, signal.SIGFPE)
 
-# The first step of a shape may compile its kernels, so it has more time.
+# Minimum deadlines of a step. The first step of a size gets more time, because it may compile kernels.
 MIN_STEP_S, FIRST_STEP_S = 10.0, 120.0
-# A step has this multiple of the slowest recent step of its size.
+# The deadline of a step is this multiple of the slowest recent step of its size.
 DEADLINE_FACTOR = 20.0
-# A call has this multiple of the load time, since a wake reads the weights again.
+# The deadline of a call is this multiple of the load time, because a wake reads the weights again.
 CALL_FACTOR = 4.0
-# Durations kept for each size of step.
+# Recorded durations for each size of step.
 NUM_STEPS_KEPT = 100
 
 
 class WorkerState(Enum):
-    """The state of all workers of a device.
-
-    They share it, because a rank cannot continue without the others: they live and die together.
-    """
+    """Name the state that all workers of a device share, because no rank can continue without the others."""
 
     STARTING = "starting"
     UP = "up"
@@ -49,7 +46,7 @@ class WorkerState(Enum):
 
 
 class WorkerEvent(Enum):
-    """Event that changes a `WorkerState`."""
+    """Name an event that changes a `WorkerState`."""
 
     LOADED = "loaded"
     LOSS = "loss"
@@ -72,7 +69,6 @@ def next_state(state: WorkerState, event: WorkerEvent) -> WorkerState:
     """Return the state that follows an event, by the table of transitions.
 
     Raises:
-
         RuntimeError: the event cannot happen in this state, which is a bug of the caller.
     """
     following = _TRANSITIONS.get((state, event))
@@ -82,11 +78,11 @@ def next_state(state: WorkerState, event: WorkerEvent) -> WorkerState:
 
 
 class WorkerKilledError(DeviceStartError):
-    """A worker was killed from outside before it was ready, so another start may well succeed."""
+    """Report that another process killed a worker before it was ready, so another start may succeed."""
 
 
 class RestartBudget:
-    """Counts the losses of one device and decides whether and when it restarts.
+    """Count the losses of one device, and decide whether and when it restarts.
 
     Args:
         max_restarts: unexplained losses allowed within the window; with 0 the first loss ends the device.
@@ -96,8 +92,7 @@ class RestartBudget:
     def __init__(self, max_restarts: int, window_s: float) -> None:
         self._max_restarts, self._window_s = max_restarts, window_s
         self._max_losses = max(MAX_LOSSES, max_restarts)
-        # The time of each loss, and whether its cause was found or is being searched; at most `_max_losses` +
-        # 1.
+        # The time of each loss, and whether it is explained or under investigation; at most `_max_losses` + 1.
         self._losses: deque[list[float | bool]] = deque(maxlen=self._max_losses + 1)
         self._num_in_a_row = 0
         self._num_suspects = 0
@@ -110,9 +105,9 @@ class RestartBudget:
     def note_loss(self, now: float, num_suspects: int = 0) -> float | None:
         """Count a loss in a step of `num_suspects` requests; 0 means that no request can be the cause.
 
-        A loss with at most half the suspects of the previous one belongs to the search for the request that
-        kills workers. It costs nothing, since the search would otherwise spend the budget before its result;
-        at most log2 such losses follow one that counts.
+        A loss with at most half the suspects of the previous one is a step of the bisection for the request that
+        kills workers. It does not count, because the bisection would otherwise spend the budget before it succeeds.
+        At most log2(suspects) such losses follow one that counts.
 
         Returns:
             Seconds to wait before the restart, or None if the budget is spent.
@@ -131,22 +126,20 @@ class RestartBudget:
         return wait_s
 
     def note_progress(self) -> None:
-        """Note that a step was answered, so the next loss counts as the first of a series.
+        """Record that a step was answered, so that the next restart follows without a long delay.
 
-        Repeated losses without progress increase the delay before a restart.
+        Consecutive losses without progress increase the delay before a restart.
         """
         self._num_in_a_row = 0
 
     def explain(self, num_losses: int) -> None:
-        """Mark the last `num_losses` losses as explained, so that they no longer count: the request that caused
-        them was found.
-        """
+        """Mark the last `num_losses` losses as explained: their cause was found, and they no longer count."""
         for loss in list(self._losses)[-num_losses:] if num_losses > 0 else ():
             loss[1] = True
 
 
 class StepDeadlines:
-    """Learns how long a step may take before its worker counts as hung, from the durations of earlier steps.
+    """Learn from the durations of earlier steps how long a step may take before its worker counts as hung.
 
     Steps with similar numbers of tokens (within a power of two) share their durations.
 
@@ -159,10 +152,9 @@ class StepDeadlines:
         self._taken: dict[int, deque[float]] = {}  # one deque for each power of two, at most 32
 
     def deadline_s(self, num_tokens: int) -> float:
-        """Return the seconds allowed for a step of this size, from the moment at which it is the oldest unanswered
-        step.
+        """Return the seconds allowed for a step of this size, counted from when it becomes the oldest unanswered step.
 
-        Steps of a new size get a long one, because they may compile kernels.
+        The first step of a size gets more time, because it may compile kernels.
         """
         if self._fixed_s is not None:
             return self._fixed_s
@@ -173,10 +165,7 @@ class StepDeadlines:
         return max(MIN_STEP_S, DEADLINE_FACTOR * slow_end)
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """Record the duration of a step, from which later deadlines of similar steps are estimated.
-
-        Only the recent durations of each size are kept.
-        """
+        """Record the duration of a step, from which the deadlines of later steps of similar size are estimated."""
         kept = self._taken.setdefault(num_tokens.bit_length(), deque(maxlen=NUM_STEPS_KEPT))
         kept.append(seconds)
 
@@ -184,7 +173,7 @@ class StepDeadlines:
 def call_deadline_s(load_s: float) -> float:
     """Return the seconds that an idle worker may take to answer a call.
 
-    The limit grows with the time of loading, because waking reads the same weights.
+    The limit grows with the load time, because a wake reads the same weights.
     """
     return max(FIRST_STEP_S, CALL_FACTOR * load_s)
 
@@ -192,49 +181,45 @@ def call_deadline_s(load_s: float) -> float:
 def is_memory_sound(
     statuses: Sequence[int | None], *, was_out_of_memory: bool, is_broken: bool
 ) -> bool:
-    """Return whether ended workers left their KV memory as their answers describe it.
+    """Return whether the KV memory of ended workers can be trusted and reused.
 
-    They did if each was killed, closed its connection or exited.  After a wild write or an error of unknown
-    effect, this is unknown.  When the system has no memory left, the KV memory must be freed in any case, or the
-    next workers find none either.
+    It can if each worker was killed, closed its connection or exited, but not after a crash or an error, which may
+    have corrupted it.  If the machine is out of memory, the KV memory must be freed in any case, so that the next
+    workers find memory.
 
     Args:
-        statuses: of all workers of the device, as in `subprocess`.
-        is_broken: whether a worker ended itself with an error, or sent something else than an answer.
+        statuses: the exit statuses of all workers of the device, as in `subprocess`.
+        is_broken: whether a worker ended itself with an error, or sent an invalid or unexpected frame.
     """
     is_wild = any(status is not None and -status in WILD_SIGNALS for status in statuses)
     return not (is_wild or was_out_of_memory or is_broken)
 
 
 class Death(msgspec.Struct, frozen=True):
-    """Record of how and why a worker ended, for the log, the metrics and the search for a request that kills
-    workers.
+    """Record how and why a worker ended, for the log, the metrics and the search for a request that kills workers.
 
     `step` is the oldest unanswered step, `exit_status` is as in `subprocess` (negative for a signal), and
-    `hung_s` is the time limit that a killed worker exceeded. `broken` is the worker's own last message, and
-    `stderr` its last lines.
+    `hung_s` is the time in seconds after which a hung worker was killed. `broken` is the error that the worker or the
+    engine reported, and `stderr` has the last lines of its stderr.
     """
 
     rank: int
     step: int | None = None
     exit_status: int | None = None
     hung_s: float | None = None
-    # The kernel's counter of out-of-memory kills grew while the worker ran.
+    # Whether Linux's counter of out-of-memory kills grew while the worker ran.
     was_out_of_memory: bool = False
-    # The machine was lost with everything on it.
+    # Whether the worker's machine was lost.
     was_machine_lost: bool = False
     broken: str | None = None
     stderr: tuple[str, ...] = ()
-    # Of several workers it is unknown which one hung, so a report names all of them.
+    # If a device of several workers hangs, it is unknown which one does, so a report names all of them.
     num_workers: int = 1
     first_rank: int = 0
 
     @property
     def cause(self) -> LossCause:
-        """The cause of the death, as the label of the metric `trouper:worker_restarts_total`.
-
-        It is one of a fixed set, so that the number of labels is bounded.
-        """
+        """Return the cause of the death: one of a fixed set of labels for the metric `trouper:worker_restarts_total`."""
         if self.hung_s is not None:
             return "hang"
         if self.was_out_of_memory:
@@ -247,9 +232,7 @@ class Death(msgspec.Struct, frozen=True):
 
     @property
     def is_from_outside(self) -> bool:
-        """Whether no request can be the cause: the machine was lost, or the worker was killed by SIGKILL, which
-        our code never sends to itself.
-        """
+        """Return whether no request can be the cause: the machine was lost, or another process sent SIGKILL."""
         return self.was_machine_lost or (
             self.cause == "signal" and self.exit_status == -signal.SIGKILL
         )
@@ -271,9 +254,9 @@ class Death(msgspec.Struct, frozen=True):
             case "hang":
                 return f"was killed after {self.hung_s:.0f} s without an answer"
             case "out_of_memory":
-                return "was killed by the kernel, which had no memory left,"
+                return "was killed by the operating system, which was out of memory,"
             case "error":
-                return "gave up"
+                return "failed"
             case "closed":
                 return "closed its connection"
             case "exit":
@@ -283,9 +266,7 @@ class Death(msgspec.Struct, frozen=True):
 
 
 def _last_words(lines: Sequence[str]) -> str:
-    """Return the most informative line of stderr: the report of Python's fault handler with its location, else
-    the last non-empty line.
-    """
+    """Return the most informative line of stderr: faulthandler's report with its location, else the last non-empty line."""
     texts = [line.strip() for line in lines]
     fault = next((text for text in texts if text.startswith("Fatal Python error:")), None)
     if fault is None:

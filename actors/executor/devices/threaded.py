@@ -1,9 +1,8 @@
-"""A device in this process: one thread owns the runner, and torch, for its whole life.
+"""Run a device in this process, on one thread that owns the runner and torch for the device's whole life.
 
 Torch's intra-op settings, inference mode and current stream are thread-local, and a thread pool may run each
-call in another thread, so the device has a thread of its own. Torch is first imported in that thread. A
-launched step may finish later, on a GPU or in other threads; meanwhile the thread launches the next submitted
-work.
+call on a different thread, so the device has its own thread, on which torch is first imported. A launched step
+may finish later, on a GPU or on other threads; meanwhile the thread launches the next submitted work.
 """
 
 import contextlib
@@ -39,16 +38,17 @@ from trouper.config.engine_config import EngineConfig
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 DEVICE_THREAD = "trouper-device"
+# Wakes the device thread when a launched step is ready.
 LOOK = "look"
-# Seconds between two checks of a launched step and of the queue behind it.
+# Seconds between two polls of a launched step and of the queue.
 POLL_S = 5e-5
 
 
 class DeviceTask(Generic[Result]):
-    """Work for the device thread, and its result.
+    """Hold work for the device thread, and later its result.
 
     The event loop creates a task; the device thread runs it. Work returns its result, or a `PendingResult` that
-    `finish` completes later. Then the device thread calls `announce`, which wakes the event loop.
+    `finish` completes later. When the task is done, the device thread calls `announce`, which wakes the event loop.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class DeviceTask(Generic[Result]):
     ) -> None:
         self._work = work
         self._announce = announce
-        # Set last by the device thread, so that the event loop sees the result or the error with it.
+        # The device thread sets this last, so the event loop never reads it before the result or the error is set.
         self.is_done = False
         self._pending: PendingResult[Result] | None = None
         self._result: Result | None = None
@@ -68,19 +68,16 @@ class DeviceTask(Generic[Result]):
 
     @property
     def calls_back(self) -> bool:
-        """Whether a launched task announces that it is ready. If not, the device must poll it with `is_ready`."""
+        """Return whether a launched task calls back when it is ready. If not, the device must poll `is_ready`."""
         return self._pending is not None and self._pending.when_ready is not None
 
     def when_ready(self, act: Callable[[], None]) -> None:
-        """Register `act` to be called when a launched task is ready. Does nothing if the task must be polled."""
+        """Call `act` when this launched task is ready. Does nothing if the task must be polled."""
         if self._pending is not None and self._pending.when_ready is not None:
             self._pending.when_ready(act)
 
     def is_ready(self) -> bool:
-        """Whether `finish` of a launched task would return immediately.
-
-        True after an error too, because `finish` then raises it at once. The device polls several tasks with it.
-        """
+        """Return whether `finish` of a launched task would return or raise immediately."""
         assert self._pending is not None
         try:
             return self._pending.is_ready()
@@ -89,14 +86,11 @@ class DeviceTask(Generic[Result]):
             return True
 
     def run(self) -> None:
-        """Do the work, or launch it. Launched work, such as a step on a GPU, is completed later by `finish`."""
+        """Do the work, or launch it. `finish` later completes launched work, such as a step on a GPU."""
         self._settle(self._work)
 
     def finish(self) -> None:
-        """Wait for the result of a launched task, and deliver it to the waiting task of the event loop.
-
-        Called in the device's thread only.
-        """
+        """Wait for the result of a launched task, and announce it to the event loop. Called only on the device thread."""
         assert self._pending is not None
         pending, self._pending = self._pending, None
         self._settle(pending.finish)
@@ -126,29 +120,29 @@ class DeviceTask(Generic[Result]):
 
 
 class ThreadedDevice:
-    """`Device` on the CPU or the GPU of this process.
+    """Implement `Device` on the CPU or the GPU of this process.
 
     All work runs in the order of its submission, and completes even if its waiter was cancelled. An exception
-    in a step fails the steps of its epoch; the scheduler must then send their sequences again.
+    in a step also fails the later steps of its epoch; the scheduler must then schedule their sequences again.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        # Bounded by the executor's credits: `max_steps_in_flight` steps, one action and the end marker, plus
-        # one `LOOK` for each launched step that announces its result.
+        # Bounded by the executor's credits: `max_steps_in_flight` steps, one action and the end marker (None), plus
+        # one `LOOK` for each launched step that calls back.
         self._tasks: queue.SimpleQueue[DeviceTask[Any] | str | None] = queue.SimpleQueue()
-        # Submitted plans without a received result.
+        # Submitted plans, until `receive` returns their results.
         self._steps: deque[DeviceTask[StepResult]] = deque()
-        # At most one grammar, since one is prepared at a time, and the answers to the orders in flight to the tier.
+        # At most one grammar, because one is compiled at a time, and one answer for each tier order in flight.
         self._ready: deque[GrammarReady | TierAnswer] = deque()
         self._grammars = GrammarThread(self._note_ready)
         self._held: dict[bytes, Grammar] = {}  # by key
-        # Tell the event loop that a step is done or `_ready` has grown.
+        # Wakes the event loop when a step is done or `_ready` has grown.
         self._news = WakeupPipe()
         self._loop: EventLoop | None = None
         self._thread: threading.Thread | None = None
         self._closing: Future[None] | None = None
-        # Used by the device thread only:
+        # The fields below belong to the device thread.
         self._host = ModelHost(config)
         self._launched: deque[DeviceTask[Any]] = deque()
 
@@ -193,18 +187,18 @@ class ThreadedDevice:
         self._post(lambda: self._order_tier(order))
 
     def _note_ready(self, ready: GrammarReady | TierAnswer) -> None:
-        """Forward an answer of another thread to the event loop."""
+        """Forward an answer from another thread to the event loop."""
         self._ready.append(ready)
         self._news.notify()
 
     def _execute(self, plan: StepPlan | PoolPlan) -> StepResult | PendingResult[StepResult]:
         result = self._host.execute(plan)
-        assert result is not None, "a model in one piece answers"
-        return cast("StepResult | PendingResult[StepResult]", result)  # a launched step, too
+        assert result is not None, "only a worker of several workers may not answer"
+        return cast("StepResult | PendingResult[StepResult]", result)
 
     async def receive(self) -> DeviceEvent:
         if self._has_news:
-            # Otherwise a call could neither be cancelled nor let other tasks run.
+            # Without this checkpoint, a call could neither be cancelled nor let other tasks run.
             await anyio.lowlevel.checkpoint()
         while not self._has_news:
             await self._news.wait()
@@ -252,7 +246,7 @@ class ThreadedDevice:
                 future.fail(error)
 
         def announce() -> None:
-            # After the end of the loop no task waits for the result.
+            # `call_soon` fails if the loop has ended, but then no task waits for the result.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon(deliver)
 
@@ -265,15 +259,15 @@ class ThreadedDevice:
             raise RuntimeError("the device is closed or was never loaded")
         return self._loop
 
-    # From here on: the device thread.
+    # The methods below run on the device thread.
 
     def _serve(self) -> None:
         while True:
             while self._launched and self._launched[0].is_ready():
                 self._launched.popleft().finish()
             if self._launched and not self._launched[0].calls_back and self._tasks.empty():
-                # This sleeps instead of calling `get` with a timeout, which before CPython 3.13 may wait
-                # forever if the thread loses its processor while setting its timer.
+                # Sleep instead of calling `get` with a timeout, which before CPython 3.13 may wait forever
+                # if the thread is preempted while it sets its timer.
                 time.sleep(POLL_S)
                 continue
             task = self._tasks.get()

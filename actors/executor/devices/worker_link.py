@@ -1,14 +1,14 @@
 """Connect the engine's process to the workers of one device: their frames, and the memory files that outlive them.
 
-Frames are encoded once and sent to every worker, since all workers of a device receive the same plans.
+A frame is encoded once and sent to every worker, because all workers of a device receive the same plans.
 
-Workers put their KV cache into files of the engine's process.  When all workers are gone, the keys and values of every answered step
-are still there, and the next workers use them.  A worker answers a step after its last store, and only blocks of answered steps are offered
-as prefixes.
+Workers put their KV cache into memory files that the engine's process holds open.  When the workers die, the files still contain the
+keys and values of every answered step, and the restarted workers use them.  This is safe because a worker answers a step only after its
+last store, and only blocks of answered steps are offered as prefixes.
 
 Laws of these files:
-1. Each worker of a device has a file, or none has: a block is whole only if the parts of all stages and ranks are there.
-2. Files of which a worker may have spoilt the contents are closed, which frees their pages.  The next workers get new, empty ones.
+1. Either every worker of a device has a file or none has, because a block consists of the parts of all stages and ranks.
+2. A file that a dying worker may have corrupted is closed, which frees its pages.  The next worker gets a new, empty one.
 """
 
 import os
@@ -33,9 +33,9 @@ from trouper.config.engine_config import EngineConfig
 
 
 class WorkerLink:
-    """The engine's connection to one worker, identified by its rank.
+    """Exchange frames with one worker, identified by its rank.
 
-    `has_hung_up` is set at the end of the connection, which means the end of the worker.
+    `has_hung_up` is set when the connection ends, which means that the worker has ended.
     """
 
     def __init__(self, rank: int, peer: Peer) -> None:
@@ -50,8 +50,8 @@ class WorkerLink:
     def send(self, data: bytes, file: int | None) -> None:
         """Send an encoded frame.
 
-        If the worker has ended, the error is ignored and `receive` finds the end of the connection. `file` is the
-        descriptor of a memory file for a large payload.
+        If the worker has ended, nothing is sent, and `receive` notices the end of the connection. `file` is the
+        descriptor of a memory file with a large payload, or None.
         """
         try:
             self._peer.send(data, file)
@@ -82,7 +82,7 @@ class WorkerLink:
     async def end(self, grace_s: float) -> Exit:
         """Wait up to `grace_s` seconds for the worker to exit, then kill it.
 
-        Returns how it ended, once the process is gone. Frames not taken are dropped.
+        Returns how it ended, after the process has exited. Drops frames that were not taken.
         """
         ended = await self._peer.end(grace_s)
         self._frames.close()
@@ -92,7 +92,7 @@ class WorkerLink:
 async def send_adapter(links: Sequence[WorkerLink], call: Call) -> None:
     """Send a call that carries an adapter to every worker.
 
-    Large weights are first written to a memory file, in a thread. All workers then read the same memory.
+    A thread first writes large weights to a memory file, which all workers then read.
     """
     if not isinstance(call.action, LoadAdapter) or len(call.action.files.weights) <= MAX_INLINE:
         send_to_all(links, call)
@@ -108,7 +108,7 @@ async def send_adapter(links: Sequence[WorkerLink], call: Call) -> None:
 def send_to_all(links: Sequence[WorkerLink], frame: Frame) -> None:
     """Encode a frame once and send it to every worker.
 
-    The sockets have room for all plans and calls in flight, see `wire.MAX_INLINE`. So sending never waits.
+    It never waits, because the sockets' buffers have room for all plans and calls in flight; see `wire.MAX_INLINE`.
     """
     data, file = encode(frame, num_workers=len(links))
     try:
@@ -120,7 +120,7 @@ def send_to_all(links: Sequence[WorkerLink], frame: Frame) -> None:
 
 
 async def receive_from_any(links: Sequence[WorkerLink]) -> None:
-    """Wait until any worker has sent bytes or hung up. The others' waits are cancelled, which loses nothing."""
+    """Wait until any worker has sent bytes or hung up. Cancelling the other waits loses no bytes."""
     if len(links) == 1:
         await links[0].receive()
         return
@@ -134,10 +134,10 @@ async def receive_from_any(links: Sequence[WorkerLink]) -> None:
             tasks.start_soon(receive, link)
 
 
-async def take_what_has_come(links: Sequence[WorkerLink]) -> None:
-    """Read the bytes received so far from the workers, without waiting for more.
+async def drain(links: Sequence[WorkerLink]) -> None:
+    """Read the bytes that the workers have already sent, without waiting for more.
 
-    Used after a loss, to find the last frames of the workers.
+    After a loss, this finds the last frames of the workers.
     """
     for link in links:
         if not link.has_hung_up:
@@ -147,14 +147,14 @@ async def take_what_has_come(links: Sequence[WorkerLink]) -> None:
 
 
 class KeptFiles:
-    """The memory files of one device, by rank."""
+    """Own the memory files of one device's workers, by rank."""
 
     def __init__(self, config: EngineConfig) -> None:
         has_prefixes = config.pooler is None and config.scheduler.enable_prefix_caching
         self._is_wanted = config.device == "cpu" and has_prefixes and hasattr(os, "memfd_create")
         self._files: dict[int, int] = {}
         self._layouts: tuple[str, ...] | None = None
-        # Whether the contents are those of the answered steps.
+        # Whether the files contain the keys and values of all answered steps.
         self._are_sound = False
 
     def __repr__(self) -> str:
@@ -162,11 +162,11 @@ class KeptFiles:
 
     @property
     def are_sound(self) -> bool:
-        """Whether the newest workers have found what their predecessors computed."""
+        """Return whether the current workers can use the KV cache of the previous ones."""
         return self._are_sound
 
     def send(self, workers: Sequence[WorkerLink]) -> None:
-        """Give each new worker its file, before the order to load.  A worker on another machine cannot have one."""
+        """Send each new worker its file, before the order to load.  If a worker runs on another machine, none gets a file."""
         if not self._is_wanted or any(worker.where for worker in workers):
             self.close()
             return
@@ -178,17 +178,16 @@ class KeptFiles:
             worker.send(encode(KeepMemory())[0], file)
 
     def note_loaded(self, loaded: Sequence[Loaded]) -> bool:
-        """Compare where new workers look for their memory with where their predecessors left it.
+        """Compare the memory layout of new workers with that of the previous ones. Returns False if they must not use the files.
 
-        Returns whether they can go on. They cannot if the installed code has changed meanwhile, so that the
-        layout is another one.
+        Layouts differ only if the installed code has changed since the previous workers started.
         """
         layouts = tuple(frame.layout for frame in loaded)
         known, self._layouts = self._layouts, layouts
         return known is None or known == layouts or not self._files
 
     def note_end(self, *, is_sound: bool) -> None:
-        """Note the end of all workers, and whether they left their memory as their answers describe it."""
+        """Record the end of all workers, and close the files unless their contents match the workers' answers (`is_sound`)."""
         self._are_sound = is_sound and bool(self._files) and self._layouts is not None
         if not self._are_sound:
             self.close()
