@@ -35,7 +35,7 @@ CASES = {"one stream": 1, "a batch": 16}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What adapters cost in tokens a second.")
+    parser = argparse.ArgumentParser(description="Measure the cost of LoRA adapters.")
     parser.add_argument("--model", default="qwen3-0.6b", help="Folder, or a geometry of dummies.")
     parser.add_argument("--load-format", default="dummy")
     parser.add_argument("--adapters", type=int, default=8, help="Different adapters of the batch.")
@@ -66,7 +66,7 @@ def _show(results: dict[str, Any]) -> None:
 
 
 def beside_vllm(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Compare the batch with adapters in both engines.
+    """Compare the batch with adapters in trouper and in vLLM.
 
     Returns the output tokens per second of both, and how many times as fast trouper is.
     """
@@ -99,8 +99,8 @@ def beside_vllm(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Measure each case with and without adapters.
 
-    Returns one record for each: the median tokens per second of both engines, and their ratio. Rounds of both
-    alternate.
+    Returns one record for each case: the median tokens per second with and without adapters, and their ratio. Rounds
+    of both engines alternate.
     """
     common: dict[str, Any] = {
         "load_format": options.load_format, "skip_tokenizer_init": True, "dtype": "bfloat16",
@@ -149,7 +149,7 @@ def _compared(
 ) -> dict[str, Any]:
     chosen = [adapters[i % len(adapters)] for i in range(num)]
     seconds: tuple[list[float], list[float]] = [], []
-    # The first round compiles and loads.
+    # The first round compiles kernels and loads adapters, and is not counted.
     for turn in range(options.rounds + 1):
         found = _seconds(base, None, num, options), _seconds(adapted, chosen, num, options)
         if turn:

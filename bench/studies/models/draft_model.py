@@ -31,13 +31,15 @@ Tensors = dict[str, Tensor]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="When a draft model pays.")
+    parser = argparse.ArgumentParser(description="Measure when a draft model pays.")
     parser.add_argument("--model", required=True, help="Folder of a decoder in one file.")
     parser.add_argument("--layers", type=int, default=4, help="Layers of the draft model.")
     parser.add_argument(
-        "--shares", default="0,0.1,0.3", help="What the other layers add, at most 1."
+        "--shares", default="0,0.1,0.3", help="Factors of the other layers' outputs, at most 1."
     )
-    parser.add_argument("--drafts", type=int, default=4, help="Tokens of a draft, at most.")
+    parser.add_argument(
+        "--drafts", type=int, default=4, help="Maximum number of tokens in a draft."
+    )
     parser.add_argument("--input-len", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
@@ -74,7 +76,7 @@ def first_layers(
 ) -> tuple[dict[str, Any], Tensors]:
     """Return a model with only its first layers.
 
-    It is a draft model of any size for the whole model, without training. Embedding and head are kept.
+    It is a draft model for the whole model that needs no training. Embedding and head are those of the model.
     """
     kept = {name: x for name, x in tensors.items() if layer_of(name) < num_layers}
     config = {**config, "num_hidden_layers": num_layers}
@@ -104,7 +106,7 @@ def layer_of(name: str) -> int:
 
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the tokens a second of both, their ratio, and how many drafts were right."""
+    """Return the tokens per second with and without drafts, their ratio, and the share of accepted drafts."""
     common: dict[str, Any] = {
         "skip_tokenizer_init": True, "dtype": "bfloat16", "max_num_seqs": 1, "enable_prefix_caching": False,
         "max_model_len": options.input_len + options.output_len, "quantization": options.quantization,

@@ -33,16 +33,16 @@ from trouper.bench.report import about, check_writable, write
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 
-# trouper keeps no answers: the next round asks the same again.
+# trouper must not draft from stored answers, because each round sends the same prompts again.
 OURS: dict[str, Any] = {"method": "suffix", "suffix_decoding_max_cached_requests": 0}
 NGRAMS = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5}  # vLLM's
-# The most tokens of a function's source.
+# Maximum number of tokens of a function's source.
 INPUT_LEN = 384
 Prompts = list[list[int]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Edits beside peers that speculate.")
+    parser = argparse.ArgumentParser(description="Compare edits with peers that speculate.")
     parser.add_argument("--gguf", required=True, help="GGUF file of a model.")
     parser.add_argument("--llama-python", help="Interpreter of an environment with llama_cpp.")
     parser.add_argument("--vllm-python", help="Interpreter of an environment with vLLM.")
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--output")
     options = parser.parse_args()
     if not (options.llama_python or options.vllm_python):
-        parser.error("--llama-python or --vllm-python is needed: a peer to measure beside")
+        parser.error("name a peer to compare with, by --llama-python or --vllm-python")
     check_writable("output", options.output)
     prompts = edits(options.gguf, options.requests, options.output_len)
     results: dict[str, Any] = {}
@@ -85,7 +85,7 @@ def edits(model: str, num: int, output_len: int) -> Prompts:
 def cases(
     options: argparse.Namespace, folder: Path
 ) -> Iterator[tuple[str, dict[str, peers.Settings]]]:
-    """Name the comparisons: the engines of each by their labels, trouper with its drafts the first."""
+    """Return the comparisons by name: for each the settings of its engines by label, trouper with drafts first."""
     if options.llama_python:
         lookup = {"max_ngram_size": options.llama_ngram, "num_pred_tokens": options.drafts}
         common = settings_of(options.gguf, "llama.cpp", options.llama_python)
@@ -151,8 +151,8 @@ def compare(
     """Answer the prompts one after the other, alternating between the engines.
 
     Returns:
-        {label: {"version", "output_tok_s": the median's, "all_s": [of each round], "trouper_is": how many times as fast the
-        first engine is}}.
+        {label: {"version", "output_tok_s": of the median round, "all_s": [seconds of each round], "trouper_is": how many times
+        as fast the first engine is as this one}}.
 
     Raises:
         PeerError: an engine failed, or made fewer tokens than it was asked for.

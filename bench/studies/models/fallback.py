@@ -32,7 +32,7 @@ BY = ("trouper", "transformers")  # model_impl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="What models by way of transformers cost.")
+    parser = argparse.ArgumentParser(description="Measure models computed by transformers.")
     parser.add_argument("--workload", default="16x128x64", type=peers.parse_workload)
     parser.add_argument("--layers", default=16, type=int)
     parser.add_argument("--rounds", default=5, type=int)
@@ -84,7 +84,7 @@ def beside_library(model: Path, work: Workload, num_rounds: int) -> dict[str, An
 
 
 def beside_own_code(model: Path, work: Workload, num_rounds: int) -> dict[str, Any]:
-    """Output tokens a second of both ways, and what share of own code's the library's modules reach."""
+    """Return the output tokens per second of both implementations, and the speed of transformers' modules relative to trouper's."""
     common: dict[str, Any] = {
         "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
         "max_num_seqs": work.num, "max_model_len": work.input_len + work.output_len,

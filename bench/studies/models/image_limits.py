@@ -1,6 +1,6 @@
-"""Measure what images cost outside of the model: the event loop, the process that decodes, the start, and memory.
+"""Measure what images cost outside of the model: event loop, decoding process, start-up and memory.
 
-The parts of `images` that need no peer: each compares the engine with itself, without images, without the process or
+These parts of `images` need no peer: each compares the engine with itself, without images, without the process or
 without the tower.
 """
 
@@ -105,7 +105,7 @@ def event_loop(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def processing(folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Compare a photo turned into ids and arrays in the process with limits with the same calls inline."""
+    """Compare the preprocessing of a photo in the decoding process with the same calls in this process."""
     from trouper.actors.rendering.media.items import MediaPreprocessor
     from trouper.actors.rendering.media.parts import MediaPart
     from trouper.actors.rendering.tokenizer import Tokenizer
@@ -249,7 +249,7 @@ def resident_mib() -> float:
             lines = (process / "smaps_rollup").read_text().splitlines()
             children = [each.read_text() for each in (process / "task").glob("*/children")]
         except OSError:
-            # It has just ended.
+            # The process has just ended.
             continue
         found += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
         waiting += [int(child) for each in children for child in each.split()]

@@ -1,4 +1,4 @@
-"""The models and the images of the study of images: SmolVLM-256M's and CLIP's shape with random weights.
+"""Create the models and images for the study of images: the shapes of SmolVLM-256M and CLIP with random weights.
 
 No real weights are needed, because costs depend on shapes only. The tokenizer has one token for each byte.
 """
@@ -129,7 +129,7 @@ def photo(seed: int) -> bytes:
 
 
 def another(file: bytes, number: int) -> bytes:
-    """Return a JPEG file with the same pixels and other bytes, so that no cache knows it."""
+    """Return a JPEG file with the same pixels and other bytes, so that caches do not recognise it."""
     return file + number.to_bytes(8)
 
 

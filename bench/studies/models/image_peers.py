@@ -1,4 +1,4 @@
-"""The peers of the study of images: transformers in this process, and vLLM's CPU build in a process of its own."""
+"""Run the peers of the study of images: transformers in this process, and vLLM's CPU build in its own process."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from trouper.errors import TrouperError
 
 
 class Library:
-    """transformers' model of a folder with random weights, and its image processor."""
+    """A model of transformers with random weights and the shape of a folder, and its image processor."""
 
     def __init__(self, folder: Path) -> None:
         import torch
@@ -63,7 +63,7 @@ if __name__ == "__main__":
 
 
 class VllmProcess:
-    """vLLM with a model folder and weights of its own, stopped while it is not asked.
+    """A process of vLLM with a model folder and random weights, stopped between requests.
 
     Args:
         python: the interpreter of an environment with vLLM.
@@ -116,7 +116,7 @@ class VllmProcess:
     def _answer(self) -> str:
         line = self._answers.readline()
         if not line:
-            raise TrouperError("vLLM has ended; its messages are above")
+            raise TrouperError("vLLM exited early; its messages are above")
         return line
 
     def _signal(self, number: signal.Signals) -> None:

@@ -127,7 +127,7 @@ def crowd(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 def vllm(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Compare the first token and the requests of `crowd` with vLLM's CPU build.  Runs of both engines alternate.
 
-    The model is named Idefics 3 for both: vLLM's processor of SmolVLM needs torchvision, which does not load beside torch's CPU build.
+    Both run the model as Idefics 3, because vLLM's processor of SmolVLM needs torchvision, which does not work with torch's CPU build.
     """
     if options.vllm_python is None:
         raise SystemExit("vllm: name an interpreter with vLLM by --vllm-python")
@@ -135,7 +135,7 @@ def vllm(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {
         f"{what} {name}": [] for what in ("first", "crowd") for name in ("trouper", "vllm")
     }
-    # vLLM is ready first, so that its start takes nothing from the engine.
+    # vLLM starts first, so that its start does not slow down the engine.
     with (
         VllmProcess(options.vllm_python, folder) as peer,
         LLM(**engine_options(folder, media_processor="process")) as llm,
@@ -167,7 +167,7 @@ def _ratio(ones: list[float], others: list[float]) -> float:
 
 
 def again(folder: Path, options: argparse.Namespace) -> dict[str, float]:
-    """Compare an image that was seen before with its first time, and with a text as long as what is new in its prompt."""
+    """Compare a repeated image with its first request, and with a text as long as the new part of its prompt."""
     one = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
     seconds: dict[str, list[float]] = {
         name: [] for name in ("new", "text behind", "as text", "text in front")
@@ -194,7 +194,7 @@ def again(folder: Path, options: argparse.Namespace) -> dict[str, float]:
 
 
 def streams(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure the gaps between tokens of running streams: without an image, beside one in slices, and beside one at once."""
+    """Measure the gaps between tokens of streams: without an image, while one is encoded in slices, and while one is encoded at once."""
     found = dict[str, Any]()
     for name, encode_ms in (("slices", options.encode_ms), ("at once", 0)):
         args = EngineArgs(**engine_options(folder, encode_ms=encode_ms))
@@ -234,7 +234,7 @@ def _gaps(engine: LLMEngine, seed: int) -> tuple[list[float], list[float]]:
     while not is_over:
         outputs = engine.step()
         is_over = any(output.request_id == "image" for output in outputs)
-        # Encoded at once, the image delays a single step: the one that also reads its rows.
+        # An image encoded at once delays a single step, the one that also reads its rows.
         if outputs:
             busy.append(perf_counter())
     engine.abort_request(names)
@@ -244,9 +244,9 @@ def _gaps(engine: LLMEngine, seed: int) -> tuple[list[float], list[float]]:
 
 
 def text(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Compare requests of text to the model with its tower, and without.
+    """Compare text requests to the model with and without its tower.
 
-    The second half of the turns has engines that were opened in the other order.
+    In the second half of the turns the engines are opened in the opposite order.
     """
     shares = [
         share

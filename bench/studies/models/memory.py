@@ -57,9 +57,9 @@ def measure(given: argparse.Namespace) -> dict[str, float]:
 
 
 def resident(address: int, num_bytes: int) -> int:
-    """Count the resident bytes of the pages of an address range.
+    """Count the resident bytes in an address range, by Linux's page map of this process.
 
-    Pages that were never touched, or were given back to the system, do not count.
+    Pages never touched, or returned to the system, do not count.
     """
     first, last = address // mmap.PAGESIZE, (address + num_bytes - 1) // mmap.PAGESIZE
     with Path("/proc/self/pagemap").open("rb") as entries:

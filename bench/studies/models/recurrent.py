@@ -1,4 +1,4 @@
-"""Measure recurrent models: their speed relative to other engines, and what prefixes and saved states cost and yield.
+"""Measure recurrent models: their speed relative to other engines, and the costs and benefits of saved states.
 
     python -m trouper.bench.studies.models.recurrent [--geometry qwen35] [--layers 24] [--part speed] [--rounds 3]
         [--gguf FILE --llama-python PATH] [--output FILE.json]
@@ -7,14 +7,14 @@ The model has random weights in the shape of Qwen3.5-0.8B or LFM2-1.2B. Without 
 
     speed    16 × (128 in, 64 out) and one stream of (32 in, 64 out), with transformers
     gguf     the same and a prompt of 2,048 tokens with llama.cpp, if a file is given, which both engines read
-    impl     the same by trouper's own code and by way of transformers
-    library  the same by way of transformers, with transformers itself
+    impl     the same with trouper's own implementation and with transformers' modules (model_impl)
+    library  the same with transformers' modules in trouper, and with transformers itself
     saves    prompts of 2,048 new tokens, and 16 × (512 in, 256 out), with and without saved states
     chat     eight turns of 300 tokens, and a second prompt with the same first 1,000 tokens
     memory   the growth of this process by eight sequences, if 16 or 64 may run
     states   the share of the recurrences in a decode step of one sequence and of 16
 
-All ratios are of interleaved rounds. With fewer layers the widths stay, so ratios are nearly the same.
+All ratios are those of alternating rounds. `--layers` does not change the widths, so ratios stay nearly the same.
 """
 
 import json
@@ -43,7 +43,7 @@ from trouper.outputs import RequestOutput
 VOCABULARY = range(3, 32000)
 WORKLOADS, PROMPT = ("1x32x64", "16x128x64"), "1x2048x1"
 TURN_TOKENS, ANSWER_TOKENS, NUM_TURNS, SHARED_TOKENS = 300, 100, 8, 1000
-# The beginnings of the names of kernels that keep states, or prepare their gates.
+# Prefixes of the names of kernels that update states or prepare their gates.
 RECURRENCES = ("causal_conv", "short_conv", "gated_delta", "delta_gates", "ssd")
 OPTIONS: dict[str, Any] = {
     "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "max_model_len": 4096, "max_num_seqs": 16,
@@ -77,7 +77,7 @@ def write_geometry(folder: Path, geometry: str, num_layers: int | None) -> None:
 
 
 class Study:
-    """One geometry, and the parts of the study.
+    """The parts of the study, for one geometry.
 
     Args:
         gguf: a file of this geometry, for llama.cpp and trouper.
@@ -96,7 +96,7 @@ class Study:
         return self._compare(self._folder, ("transformers",), "dummy", None)
 
     def library(self) -> list[dict[str, Any]]:
-        """Compare trouper's way by transformers with transformers itself."""
+        """Compare transformers' modules in trouper with transformers itself."""
         return self._compare(self._folder, ("transformers",), "dummy", None, "transformers")
 
     def gguf(self) -> list[dict[str, Any]]:
@@ -129,7 +129,7 @@ class Study:
         return record["results"]
 
     def impl(self) -> dict[str, Any]:
-        """Compare trouper's own code with its way by transformers."""
+        """Compare trouper's own implementation with transformers' modules in trouper."""
         options = OPTIONS | {"enable_prefix_caching": False}
         ways = {
             "own": options | {"model_impl": "trouper"},
@@ -138,7 +138,7 @@ class Study:
         return {text: self._interleaved(ways, *map(int, text.split("x"))) for text in WORKLOADS}
 
     def saves(self) -> dict[str, Any]:
-        """Compare runs that save states with runs without a prefix cache. No prompt begins as another one."""
+        """Compare runs that save states with runs without a prefix cache. No two prompts share a prefix."""
         ways = {"saving": OPTIONS, "without": OPTIONS | {"enable_prefix_caching": False}}
         return {
             PROMPT: self._interleaved(ways, 1, 2048, 1),
@@ -170,8 +170,8 @@ class Study:
         """Play a chat, and send two prompts with the same beginning.
 
         Returns:
-            the part of the chat's prompt tokens to compute; how long the first token of the last turn took for each computed
-            token, relative to the first turn; and the part of the shared tokens that the second prompt found.
+            The share of the chat's prompt tokens that were computed; the time to the first token of the last turn for each
+            computed token, relative to the first turn; and the share of the shared prefix that the second prompt reused.
         """
         with LLM(self._folder, **OPTIONS) as llm:
             _generate(llm, [self._tokens(TURN_TOKENS)], 2)
@@ -199,7 +199,7 @@ class Study:
         }
 
     def memory(self) -> dict[str, Any]:
-        """Return how many MB this process grows when eight sequences run after one, if 16 or 64 may run."""
+        """Return the growth of this process in MB when eight sequences run instead of one, with max_num_seqs of 16 and 64."""
         found: dict[str, Any] = {}
         for most in (16, 64):
             options = OPTIONS | {
@@ -217,7 +217,7 @@ class Study:
         return found
 
     def states(self) -> dict[str, Any]:
-        """Return a decode step by kernel, and how long the recurrences take relative to all other kernels."""
+        """Return the time of a decode step by kernel, and that of the recurrences relative to all other kernels."""
         found: dict[str, Any] = {}
         for num in (1, 16):
             step = step_profile.measure(self._folder, batch_size=num, **OPTIONS)

@@ -1,13 +1,13 @@
-"""Divide the time of a replayed decode step by kernel, and compare its products with the rate of memory.
+"""Measure the time of each kernel in a replayed decode step, and compare matrix products with the memory bandwidth.
 
     python -m trouper.bench.studies.models.step_profile MODEL [--quantization int4] [--batch-size 1] [--num-drafts 0]
         [--output FILE.json]
 
-The counter of the processor is read after each command of the recorded step, so that the figures include the waits of
-threads for each other. Each is the median of many steps. The rate of memory is that of a sum in the same process.
+The processor's time counter is read after each command of the recorded step, so the figures include the time for which threads wait
+for each other. Each is the median of many steps. The bandwidth is measured by a sum in the same process.
 
-With `--num-drafts` a sequence repeats itself, and the figures are those of steps that verify this number of drafts. `over_plain`
-compares their replays with those of single tokens in the same run.
+With `--num-drafts` the prompt repeats itself, and the figures are those of steps that verify this number of drafts. `over_plain` is
+their time relative to steps of single tokens in the same run.
 """
 
 import argparse
@@ -31,14 +31,14 @@ from trouper.kernels.codegen.recording import Recording
 from trouper.params import SamplingParams
 
 INPUT_LEN, OUTPUT_LEN, NUM_RUNS = 32, 64, 3
-# Tokens that a sequence with drafts repeats.
+# Length of the pattern that a sequence with drafts repeats, in tokens.
 PERIOD = 8
-# Bytes to sum for the rate of memory: more than any cache.
+# Bytes to sum for the memory bandwidth: more than any cache.
 READ_BYTES = 2**28
 
 
 class TimedReplay(NamedTuple):
-    """A replayed step: when it began, and the seconds of each of its commands."""
+    """A replayed step: its start, and the seconds of each command."""
 
     began_s: float
     recording: Recording[Any]
@@ -69,7 +69,7 @@ def measure(
         ]
         params = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True)
         for _ in range(NUM_RUNS):
-            # Only the last run is kept; the first ones record and warm up.
+            # Only the last run counts; the first ones record steps and warm up.
             steps.clear()
             llm.generate(prompts, params, use_tqdm=False)
         recording = _sampling_step(steps, batch_size * (1 + num_drafts))

@@ -11,7 +11,7 @@ from trouper.config.engine_config import EngineConfig
 
 
 class Seconds(NamedTuple):
-    """The seconds of both engines: their medians, and each turn of the one and the other."""
+    """The median seconds of both engines, and the seconds of each of their turns."""
 
     one: float
     several: float
@@ -33,8 +33,8 @@ class InTurn:
         """Measure each engine this many times, alternately.
 
         Args:
-            name: that those of the requests begin with.
-            seconds_of: uses an engine under such a name.
+            name: prefix of the request ids.
+            seconds_of: takes an engine and a request id, and returns the measured seconds.
         """
         turns: list[list[float]] = [[], []]
         for turn in range(num_rounds):

@@ -69,10 +69,10 @@ async def measure(
     chunks: Sequence[int],
     num_rounds: int,
 ) -> list[dict[str, Any]]:
-    """One record for each number of chunks: median seconds of both, and their ratio."""
+    """Return one record for each number of chunks: the median seconds of both engines, and their ratio."""
     records: list[dict[str, Any]] = []
     async with in_turn(whole, cut) as both:
-        # what is compiled at a first step
+        # The first step compiles kernels.
         await both.measure("first", partial(_seconds, 2 * chunk_tokens), 1)
         for num_chunks in chunks:
             one, several, turns = await both.measure(
@@ -105,7 +105,7 @@ async def _seconds(num_tokens: int, engine: Engine, name: str) -> float:
 def measure_on_one_core_each(
     whole: EngineConfig, cut: EngineConfig, **options: Any
 ) -> list[dict[str, Any]]:
-    """Measure on an event loop of its own, with one thread in each worker."""
+    """Run `measure` on a new event loop, with one thread in each worker."""
     before = os.environ.get(NUM_THREADS)
     os.environ[NUM_THREADS] = "1"
     try:
@@ -127,7 +127,8 @@ def pipeline(
     ] = "8,32",
     chunk_tokens: Annotated[int, typer.Option(min=16, help="Tokens of a chunk.")] = 128,
     stall: Annotated[
-        bool, typer.Option("--stall", help="Have each step wait until the one before is answered.")
+        bool,
+        typer.Option("--stall", help="Start each step only after the result of the previous one."),
     ] = False,
     num_iters: Annotated[int, typer.Option(min=1, help="Prompts of each engine, in turn.")] = 3,
     *,

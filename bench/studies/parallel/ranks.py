@@ -63,14 +63,15 @@ async def measure(
     num_outputs: int,
     num_rounds: int,
 ) -> list[dict[str, Any]]:
-    """One record for the prompt and one for each number of rows: median seconds of both, and their ratio."""
+    """Return a record for the prompt and for each number of rows: the median seconds of both engines, and their ratio."""
     async with in_turn(whole, cut) as both:
 
         async def record(
             what: str, num_tokens: int, num_outputs: int, num_rows: int
         ) -> dict[str, Any]:
             seconds_of = partial(_seconds, num_tokens, num_outputs, num_rows)
-            await both.measure(f"{what}-first", seconds_of, 1)  # compiles and records
+            # The first turn compiles kernels and records steps.
+            await both.measure(f"{what}-first", seconds_of, 1)
             one, several, turns = await both.measure(what, seconds_of, num_rounds)
             return {
                 "what": what, "num_ranks": cut.tensor_parallel_size, "one_process_s": one, "ranks_s": several,
@@ -111,7 +112,7 @@ async def _seconds(
 
 
 def measure_both(whole: EngineConfig, cut: EngineConfig, **options: Any) -> list[dict[str, Any]]:
-    """Measure on an event loop of its own."""
+    """Run `measure` on a new event loop."""
     return anyio.run(partial(measure, whole, cut, **options), backend="trio")
 
 
@@ -127,7 +128,7 @@ def ranks(
         Any,
         typer.Option(parser=integers, metavar="N,N,…", help="Numbers of sequences that decode."),
     ] = "1,32",
-    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each of them.")] = 32,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Output tokens of each sequence.")] = 32,
     num_iters: Annotated[int, typer.Option(min=1, help="Rounds of each engine, in turn.")] = 3,
     *,
     geometry: GeometryOptions,

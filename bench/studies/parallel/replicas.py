@@ -41,9 +41,9 @@ PREFIX_TOKENS, OWN_TOKENS = 480, 32  # of a prompt
 
 
 class InstantDevice:
-    """A device that computes nothing: each plan is answered at once, with one and the same token.
+    """A device that computes nothing: each plan is answered at once, always with the same token.
 
-    The measured time is therefore that of the server's own work.
+    So the measured time is that of the engine's own work.
     """
 
     process_ids = ()
@@ -98,7 +98,10 @@ async def _stream(engine: Engine, prompt: Sequence[int], num_tokens: int, name: 
 
 
 async def us_per_token(engine: Engine, num_streams: int, num_tokens: int) -> float:
-    """Run this many simultaneous streams to their ends."""
+    """Return the microseconds per token of this many simultaneous streams.
+
+    It is the elapsed time divided by the tokens of all streams, because one event loop serves them all.
+    """
     begun = time.perf_counter()
     async with anyio.create_task_group() as tasks:
         for number in range(num_streams):
@@ -109,7 +112,10 @@ async def us_per_token(engine: Engine, num_streams: int, num_tokens: int) -> flo
 async def measure_front(
     args: EngineArgs, replicas: Sequence[int], *, num_streams: int, num_tokens: int, num_rounds: int
 ) -> dict[str, dict[str, Any]]:
-    """{number of replicas: median microseconds a token of `num_streams` streams, and those of each round}; in turn."""
+    """Return {number of replicas: median microseconds per token of `num_streams` streams, and those of each round}.
+
+    The numbers of replicas alternate.
+    """
     found: dict[int, list[float]] = {count: [] for count in replicas}
     async with AsyncExitStack() as stack:
         engines = {
@@ -135,7 +141,7 @@ async def measure_front(
 async def measure_sharing(
     args: EngineArgs, replicas: Sequence[int], *, num_requests: int, num_prefixes: int
 ) -> dict[str, dict[str, Any]]:
-    """{number of replicas: share of prompt tokens found in caches, and most work of a replica over least}.
+    """Return {number of replicas: share of prompt tokens found in caches, and the most work of a replica over the least}.
 
     Prompts begin with one of `num_prefixes` shared prefixes, and eight are open at a time for each replica.
     """
@@ -161,7 +167,7 @@ async def measure_sharing(
 
 
 def shared_out(parts: Sequence[SchedulerStats]) -> dict[str, Any]:
-    """Sum up: the hit rate of all caches, and the balance of what was computed."""
+    """Return the hit rate of all caches together, and the balance of the computed tokens."""
     hits = sum(part.prefix_cache_hits for part in parts)
     queries = sum(part.prefix_cache_queries for part in parts)
     work = [part.num_prompt_tokens + part.num_generation_tokens for part in parts]
@@ -183,7 +189,7 @@ def measure(
     num_prefixes: int = 16,
     tell: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measure both, on an event loop of its own."""
+    """Run both measurements on a new event loop."""
 
     async def act() -> dict[str, Any]:
         front = await measure_front(
@@ -237,7 +243,7 @@ def replicas(
     lines = (
         f"{count:>2} replicas: {front['us_per_token']:.1f} µs a token, "
         f"hit rate {results['sharing'][count]['hit_rate']:.3f}, "
-        f"most work over least {results['sharing'][count]['max_over_min']:.2f}"
+        f"most work of a replica over the least {results['sharing'][count]['max_over_min']:.2f}"
         for count, front in results["front"].items()
     )
     report.finish(ctx, {"results": results}, lines)

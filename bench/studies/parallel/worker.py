@@ -78,7 +78,7 @@ async def _measure(
 
 
 def compare(rates: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians of both, and the median of the ratios of neighbouring rounds, which a drift of the machine leaves alone."""
+    """Return the medians of both, and the median ratio of neighbouring rounds, which a drift of the machine hardly affects."""
     ratios = [
         process / inline for process, inline in zip(rates["process"], rates["inline"], strict=True)
     ]
@@ -99,7 +99,10 @@ def measure(
     num_rounds: int,
     tell: Callable[[str], None] = lambda _: None,
 ) -> dict[str, dict[str, Any]]:
-    """{number of streams: {"tokens_per_s", "process_over_inline", "ratios"}}; `tell` hears of each number when it is done."""
+    """Return {number of streams: {"tokens_per_s", "process_over_inline", "ratios"}}.
+
+    `tell` receives lines of progress while the measurement runs.
+    """
     work = partial(_measure, model, streams, num_tokens, num_rounds, tell)
     return anyio.run(work, backend="asyncio")
 
