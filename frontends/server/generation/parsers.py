@@ -1,12 +1,13 @@
 """Find reasoning, tool calls and stop strings in the text of a choice, and group the answer into blocks of these kinds.  Pure.
 
-The engine's text passes a chain of parsers before the adapter of an API renders it.  Law: the parts that parsers return do not depend
-on how the text is cut into chunks, once neighbours of one kind are joined.  So a parser holds back text only while the text may still
+The engine's text passes through a chain of parsers before the adapter of an API renders it.  The parts that parsers return do not depend on
+how the text was split into chunks, after adjacent parts of one kind are joined.  So a parser withholds text only while that text may still
 become a mark.
 
-The Responses API shows blocks as output items, the Messages API as content blocks.  Laws.  Only the last block can be open.  White
-space forms no text block of its own, because models write some between reasoning and calls; only an answer without anything else gets a
-block of it.  No text block follows cut reasoning.
+The Responses API renders blocks as output items, the Messages API as content blocks.  Laws:
+1. Only the last block can be open.
+2. White space forms no text block, because models write some between reasoning and calls, unless the answer contains nothing else.
+3. No text block follows truncated reasoning.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,10 +24,10 @@ from trouper.frontends.dialects.calls import (
 from trouper.frontends.dialects.core import AnswerParser, ReasoningTokens
 from trouper.frontends.server.generation.logprobs import ChatToken
 
-# Characters held back for a late stop string: more than any token has.
+# Characters withheld for a late stop string: more than the longest token.
 LATE_CHARS = 256
 Part = ParserEvent
-# How the answer ends with these parts: by the model or a stop string (whole), or at a limit (cut).  None before the end.
+# Why the answer ends with these parts: the model or a stop string ended it (whole), or a limit did (cut).  None before the end.
 End = Literal["whole", "cut"] | None
 
 
@@ -38,24 +39,18 @@ def texts_of(parts: Sequence[Part]) -> tuple[str, str]:
 
 
 class Parser(Protocol):
-    """One link of the chain, with the state of one choice.
-
-    Parsers are chained in a fixed order, and each leaves parts unchanged that it does not handle.
-    """
+    """Process the parts of one choice, as a link of the chain.  Parts of other kinds pass through unchanged."""
 
     def feed(self, parts: Sequence[Part], end: End = None) -> Sequence[Part]:
-        """Return the parts known so far.  At the end of the answer nothing is held back.
+        """Return the parts that are certain so far, and at the end of the answer all of them.
 
-        A parser may hold text back while it can still become a mark or a stop string.
+        Text is withheld while it can still become a mark or a stop string.
         """
         ...
 
 
 class CallsAndReasoning:
-    """The link that finds reasoning and tool calls in the text of one choice.
-
-    It wraps the parser of the model's dialect, which works on text only.
-    """
+    """Find reasoning and tool calls in the text of one choice, with the parser of the model's dialect."""
 
     def __init__(self, parser: AnswerParser) -> None:
         self._parser = parser
@@ -68,20 +63,17 @@ class CallsAndReasoning:
 
     @property
     def num_calls(self) -> Mapping[str, int]:
-        """Calls by their outcome.
-
-        They are counted as metrics when the choice ends.
-        """
+        """The number of calls by outcome, for the metrics."""
         return self._parser.num_calls
 
 
 class StopStrings:
-    """The link that cuts the content at the first stop string and drops the rest.
+    """Truncate the content at the first stop string, and drop the rest.
 
     Args:
         stop: the stop strings.
         is_included: whether the stop string stays in the content.
-        is_late: whether stop strings count only after `min_tokens`.  Then only the one found by the engine is cut, at the end.
+        is_late: whether stop strings count only after `min_tokens`.  Then only the stop string found by the engine counts, at the end.
     """
 
     def __init__(self, stop: Sequence[str], *, is_included: bool, is_late: bool) -> None:
@@ -92,9 +84,9 @@ class StopStrings:
             max(map(len, self._stop)) - 1
         )  # characters before the end at which a match may start
         self._num_kept = LATE_CHARS if is_late else 0 if is_included else self._reach
-        # The end of the content, as far back as a match may reach.
+        # The end of the content in which a match may start.
         self._tail = ""
-        # Characters of the tail already given to the next parser.
+        # The characters of the tail that were already passed on.
         self._num_given = 0
         self.found: str | None = None
         # The stop string found by the engine.

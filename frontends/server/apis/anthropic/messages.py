@@ -1,6 +1,6 @@
 """Serve `POST /v1/messages`: the adapter of Anthropic's Messages API, and its error format.
 
-A request becomes a `ChatRequest`, so the rules of chats hold here, too.
+A request is converted to a `ChatRequest`, so that all checks and features of chats apply here, too.
 """
 
 from collections.abc import Awaitable
@@ -63,7 +63,7 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens"}
 
 
 class MessagesTurn:
-    """A request, and the conversation that it continues in the form of a chat.
+    """Convert a request of the Messages API to a chat, and translate parameters in errors back to the client's names.
 
     Raises:
         TrouperValidationError, UnsupportedFeatureError: a field is invalid; the error names it.
@@ -79,11 +79,8 @@ class MessagesTurn:
         self.chat = chat_of(body, self._transcript)
 
     def client_name(self, parameter: str) -> str:
-        """Translate a parameter of the chat to the client's name.
-
-        The same field may have come from several places of a body, and the error should mention the client's own.
-        """
-        # The grammar may have been made for the tools.
+        """Translate a parameter of the chat to the field of the client's body from which it was derived."""
+        # The grammar may stem from the tools instead of a format.
         if parameter == "structured_outputs":
             parameter = ChatAdapter.client_name(self.chat, parameter)
         if getattr(self._body, parameter, None) is not None:
@@ -95,7 +92,7 @@ class MessagesTurn:
             return client_name(parameter)
         place = self._transcript.client_name(parameter)
         if place.endswith(".image_url"):
-            # The field of a chat's part for the URL of a block's source.
+            # An image block has its URL in `source.url`.
             place = f"{place.removesuffix('.image_url')}.source.url"
         return place
 
@@ -103,20 +100,14 @@ class MessagesTurn:
 def create_message(
     service: Service, context: RequestContext, request: MessagesRequest
 ) -> Awaitable[None]:
-    """Continue a conversation, as one reply or as named events.
-
-    Events have names and a fixed order, which Anthropic's clients check.
-    """
+    """Answer a conversation, as one reply or as a stream of named events in the fixed order that Anthropic's clients check."""
     return drive(service, context, MessagesTurn(request), MessagesAdapter)
 
 
 async def count_tokens(
     service: Service, context: RequestContext, request: CountTokensRequest
 ) -> None:
-    """Count the tokens of a conversation.
-
-    The conversation is rendered by the chat template exactly as for an answer, but nothing is generated.
-    """
+    """Count the tokens of a conversation, rendered by the chat template exactly as for an answer."""
     service.check_model(request.model)
     turn = MessagesTurn(request)
     with client_names(turn.client_name):
@@ -129,10 +120,7 @@ async def count_tokens(
 
 
 class MessagesAdapter:
-    """Render one message.  The blocks of the answer are its content.
-
-    Its events number the blocks, so clients can rebuild the message from the stream.
-    """
+    """Render one message, whose content is the blocks of the answer.  Its events number the blocks."""
 
     # The last event marks the end itself.
     STREAM_END: ClassVar[bytes] = b""
