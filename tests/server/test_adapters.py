@@ -204,7 +204,7 @@ async def test_adapters_of_command_line_are_there_from_start(client, engine, roo
     await load_adapters(engine, [LoRARequest("mine", 1, str(root / "one"))])
     assert (await text(client, "mine"))[1] == "mine"
     name = engine.model_config.name
-    with pytest.raises(TrouperValidationError, match="model's name"):
+    with pytest.raises(TrouperValidationError, match="name of the model"):
         await load_adapters(engine, [LoRARequest(name, 2, str(root / "two"))])
 
 

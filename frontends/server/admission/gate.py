@@ -232,7 +232,7 @@ class AdmissionGate:
     def let_in(self) -> None:
         """Start the waiting requests for which there is room.
 
-        Call it after every change that may free a place.  The monitor calls it, too.
+        Call it after every change that may free a place.  The monitor calls it, too, four times a second.
         """
         self.keep_promises()
         if self.admission.num_sequences == self.admission.num_started:

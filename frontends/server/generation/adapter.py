@@ -33,9 +33,9 @@ class GenerationRequest(Protocol):
 
 
 class ServedModel(NamedTuple):
-    """The part of the server and its model that adapters may read.
+    """Hold the facts about the server and its model that adapters may read.
 
-    Adapters are pure, so they get these values instead of the service.
+    Adapters are pure, so they get these values instead of the service and its engine.
     """
 
     settings: ServerSettings
@@ -54,9 +54,9 @@ class ServedModel(NamedTuple):
 
 
 class ReplyHead(NamedTuple):
-    """The identity of a reply.
+    """Hold the ids and the creation time of a reply, which all chunks of a stream repeat.
 
-    All chunks of a stream carry the same head.  `created` is the time at which the request was accepted.
+    `created` is the time at which the request was accepted, in seconds of the wall clock.
     """
 
     # The client's id of the request, or else the server's.

@@ -246,9 +246,9 @@ Kind = Literal["reasoning", "text", "call"]
 
 
 class AnswerBlock:
-    """One span of the answer.
+    """Hold one span of the answer, which grows until a part of another kind begins.
 
-    It grows until another kind of part begins.  A call is one block with its name, id and arguments.
+    A call is a block of its own, with its name, its id and its arguments.
     """
 
     def __init__(self, index: int, kind: Kind, name: str = "", call_id: str = "") -> None:

@@ -31,9 +31,9 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """OpenAI's `response_format`.  `structured_outputs` checks which members belong to which type.
+    """Declare OpenAI's `response_format`.  `structured_outputs` checks which members belong to which type.
 
-    Unknown members are refused, because a misspelled constraint would otherwise silently be no constraint.
+    Unknown members are refused, because a misspelled constraint would otherwise be ignored silently.
     """
 
     type: str

@@ -1,21 +1,20 @@
-"""Read request bodies within one budget of memory, and take their long strings out before they are parsed.
+"""Read request bodies within a shared memory budget, and extract their long strings before they are parsed.
 
-Joining all chunks at the end would block the event loop for 50 ms at 90 MB.  So bodies from `LARGE` bytes on are copied chunk
-by chunk into mapped memory.  The system provides its pages when they are written, so a client cannot claim more memory than it
-sent.  The first write of a page takes 2.5 µs and a later one 0.4 µs (two Zen 3 cores, a virtual machine): copying 90 MB takes
-57 ms in a new buffer and 8 ms in a used one, so one used buffer is kept.
+Joining all chunks at the end would block the event loop for 50 ms at 90 MB.  So bodies of at least `LARGE` bytes are copied chunk by chunk
+into mapped memory, whose pages the kernel allocates when they are first written: a client cannot claim more memory than it has sent.  The
+first write of a page takes 2.5 µs and a later one 0.4 µs (two Zen 3 cores, a virtual machine).  Copying 90 MB takes 57 ms into a new buffer
+and 8 ms into a used one, so one used buffer is cached.
 
-A parser holds the interpreter lock for its whole run: 0.2 s for 90 MB of base64 that no code needs as a Python string.  So
-`excerpt` finds the ends of all strings by numpy, without the lock, a short reference replaces each long string, and the strict
-parser reads the rest.
+A parser holds the interpreter lock until it has finished: 0.2 s for 90 MB of base64, which no code needs as a Python string.  So `excerpt`
+finds the ends of all strings with numpy, without the lock, and replaces each long string by a short reference.  The parser reads the rest.
 
 Laws:
-1. Every byte of a body counts against the common budget until the body is decoded; if parts of the body are used without a copy,
-   until the request ends.
-2. When the budget is exhausted, the largest unfinished body is refused, so small requests get through while large ones trickle in.
-3. After the start-up time, the average rate of a body must reach a minimum, or the body is refused.
-4. Only strings without a backslash are taken out, so the parser would find the same ends.  The caller puts the string of each
-   reference back; if a reference remains, the caller parses the unchanged body.
+1. Every byte of a body counts against the budget until the body is decoded, or until the request ends if parts of it are used without a
+   copy.
+2. When the budget is exhausted, the largest unfinished body is refused, so that small requests succeed while large bodies trickle in.
+3. After the start-up time, a body is refused if its average rate falls below a minimum.
+4. Only strings without a backslash are extracted, so that the parser would find the same ends.  The caller replaces each reference by its
+   string; if a reference remains, the caller parses the unchanged body.
 """
 
 import mmap
@@ -37,15 +36,15 @@ LONG = 2**16
 # The bytes to search in one turn of 0.2 ms.  Other threads run in between.
 STEP = 2**20
 PAUSE_S = 1e-4
-# The most quotes and backslashes.  They are visited one by one in 5 ms.
+# The limit of quotes and backslashes, which a Python loop visits in 5 ms.
 MAX_MARKS = 2**16
 QUOTE, BACKSLASH = b'"\\'
 
 
 class Excerpt(NamedTuple):
-    """A body without its long strings, and those by their references.
+    """Hold a body whose long strings are replaced by references, and the strings by reference.
 
-    The references stand for the strings in `rest`, which is valid JSON of moderate size.
+    `rest` is valid JSON if the body is.
     """
 
     rest: bytes
@@ -53,14 +52,14 @@ class Excerpt(NamedTuple):
 
 
 def excerpt(body: bytes | memoryview) -> Excerpt | None:
-    """Return a body without its long strings; None when there is nothing to take out.
+    """Extract the long strings of a body.  Returns None if it has none, or too many quotes.
 
-    Only strings without escapes are taken out, because others would need decoding.
+    Strings with escapes stay in the body, because they need decoding.
     """
     marks = _marks(body)
     if marks is None:
         return None
-    # A name that no client can guess.
+    # Random, so that no client can forge a reference.
     view, name = memoryview(body), uuid4().hex
     parts: list[bytes] = []
     strings: dict[str, memoryview] = {}
@@ -77,7 +76,7 @@ def excerpt(body: bytes | memoryview) -> Excerpt | None:
 
 
 def _marks(body: bytes | memoryview) -> list[int] | None:
-    """Find all quotes and backslashes; None when there are too many."""
+    """Return the positions of all quotes and backslashes, or None if there are more than `MAX_MARKS`."""
     characters = np.frombuffer(body, np.uint8)
     found: list[np.ndarray] = []
     num = 0
@@ -93,7 +92,7 @@ def _marks(body: bytes | memoryview) -> list[int] | None:
 
 
 def _plain_strings(view: memoryview, marks: list[int]) -> list[tuple[int, int]]:
-    """Find the begin and end of each string that holds no backslash, without its quotes."""
+    """Return (begin, end) of each string without a backslash, excluding the quotes."""
     found: list[tuple[int, int]] = []
     begin: int | None = None  # inside a string
     is_plain = True

@@ -1,6 +1,6 @@
 """Open listening sockets and limit their connections.
 
-Sockets are bound before the model is loaded, so that a used port fails the start at once.
+Sockets are bound before the model is loaded, so that a port in use fails the start at once.
 """
 
 import ipaddress
@@ -22,7 +22,7 @@ from trouper.frontends.server.shared.settings import ServeSettings
 BACKLOG = 1024
 LOOPBACK = "127.0.0.1"
 OLLAMA_PORT = 11434
-# The head of the first or next request must be complete within this time.
+# The head of the next request on a connection must be complete within this many seconds.
 KEEP_ALIVE_S = 5
 MAX_HEAD_BYTES = (
     256 * 2**10
@@ -36,9 +36,9 @@ UNREAD_S = 60
 
 @dataclass(frozen=True)
 class Listener:
-    """A listening socket, with the files of its certificate and key if it serves TLS.
+    """Hold a listening socket, which is a TCP port or a socket file, with the files of its certificate and key if it serves TLS.
 
-    Connections inherit its options.  It may be a TCP port or a socket file.  `option` is the option that gave its address.
+    Connections inherit the options of the socket.  `option` is the name of the server option with its address.
     """
 
     sock: socket.socket
@@ -48,10 +48,7 @@ class Listener:
 
     @property
     def address(self) -> str:
-        """The URL of the listener, or `unix:` and the path of its file.
-
-        It is shown at start, and clients on the same machine can use it as it is.
-        """
+        """The URL of the listener, or `unix:` and the path of its socket file, as shown at the start."""
         if self.sock.family == socket.AF_UNIX:
             return f"unix:{self.sock.getsockname()}"
         host, port = self.sock.getsockname()[:2]
@@ -60,7 +57,7 @@ class Listener:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether browsers on this machine, and only those, can connect.  They cannot open a socket file."""
+        """Whether only browsers on this machine can connect.  False for a socket file, to which no browser can connect."""
         if self.sock.family == socket.AF_UNIX:
             return False
         return ipaddress.ip_address(self.sock.getsockname()[0]).is_loopback
@@ -75,13 +72,13 @@ class Listener:
             if self.keyfile is None:
                 return None
             raise TrouperValidationError(
-                "a key needs its certificate, give --ssl-certfile too", parameter="ssl_keyfile"
+                "a key requires its certificate; give --ssl-certfile, too", parameter="ssl_keyfile"
             )
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(self.certfile, self.keyfile)
         except (OSError, ValueError) as error:
-            hint = "" if self.keyfile else "; give --ssl-keyfile, or a file that holds both"
+            hint = "" if self.keyfile else "; give --ssl-keyfile, or a file that contains both"
             raise TrouperValidationError(
                 f"cannot load the certificate and its key: {error}{hint}", parameter="ssl_certfile"
             ) from None
@@ -90,10 +87,10 @@ class Listener:
 
 @dataclass(frozen=True)
 class Shutdown:
-    """Three events for listeners: `leaving` stops accepting, `closing` also closes idle connections, and `aborting` ends all others.
+    """Hold three events for listeners: `leaving` stops accepting, `closing` also closes idle connections, `aborting` closes all others.
 
-    After `leaving` a successor accepts at the same sockets, so clients with an idle connection may still use it.  Between
-    `closing` and `aborting`, open requests have time to finish.
+    After `leaving`, clients may still use their open connections, while a successor accepts at the same sockets.  Between `closing` and
+    `aborting`, open requests have time to finish.
     """
 
     leaving: anyio.Event = field(default_factory=anyio.Event)

@@ -68,9 +68,9 @@ class ServerMetrics(Collector):
         return sum(self._rejections.values())
 
     def note_answer(self, route: str, status: int) -> None:
-        """Count a response.  Status 0 means that the client disconnected before it.
+        """Count a response.  Status 0 means that the client disconnected before the response.
 
-        Routes are those of the table; all unknown paths are counted together.
+        `route` is a path of the table of routes; all unknown paths are counted together.
         """
         self._answers[route, status] += 1
 

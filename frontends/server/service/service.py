@@ -257,7 +257,7 @@ class Service:
 
     @property
     def is_device_lost(self) -> bool:
-        """Whether the worker process of a replica died and is being restarted.
+        """Whether the worker process of at least one replica has died and is being restarted.
 
         Other replicas continue to serve meanwhile.  False while the model is loading.
         """

@@ -60,9 +60,9 @@ CONTROLS = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]+")
 
 
 class HTTPError(TrouperError):
-    """An error response, chosen by a handler or by the application itself.
+    """Carry an error response from a handler, or from the application itself, to the client.
 
-    A 429 or 503 also asks the client to wait `retry_after_s` seconds.
+    With status 429 or 503, the client is also asked to wait `retry_after_s` seconds.
     """
 
     def __init__(

@@ -45,9 +45,9 @@ STOP_TYPES: dict[str, str] = {"length": "limit", "abort": "none", "repetition": 
 
 
 class InfillFile(msgspec.Struct, kw_only=True):
-    """A file beside the gap.
+    """Hold another file of the client's project, which gives the model context for the gap.
 
-    It gives the model context from the same project.  Its name is shown to the model and not opened.
+    The name is only shown to the model; the server opens no such file.
     """
 
     text: str
@@ -104,9 +104,9 @@ class LlamaCompletionRequest(LlamaFields, kw_only=True):
 
 
 class InfillTimings(msgspec.Struct, kw_only=True):
-    """Times of a request, under llama.cpp's names.
+    """Report the times of a request under llama.cpp's names.
 
-    Rates are tokens per second.  They are measured in the engine, without the time on the network.
+    Times are in milliseconds and rates in tokens per second, measured in the engine without the time on the network.
     """
 
     prompt_n: int
