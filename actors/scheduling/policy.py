@@ -1,26 +1,26 @@
-"""Decide which sequences compute how many tokens in the next step of an engine that generates.
+"""Decide which sequences compute how many tokens in the next step of an engine that generates text.
 
-The policy is a pure state machine without waits, clock or channels, so tests and the simulation can play any order of events.
-Events enter (`admit`, `abort`, `stop`, `apply`, `fail_step`); plans (`plan`) and outputs (`take_outputs`) come out.
-An event may come at any time, whatever is in flight.
+The policy is a pure state machine without waits, clock or channels, so tests and the simulation can try any order of events.
+Callers feed it events (`admit`, `abort`, `stop`, `apply`, `fail_step`), and take its plans (`plan`) and outputs (`take_outputs`).
+Every event is allowed at any time, whatever is in flight.
 
 Laws:
 1. *In order.*  The device runs plans in the order in which they were made, so the next plan may reuse a request slot or a KV block
    that is freed now: the steps in flight write to it first.
 2. *Only computed KV is shared.*  A block is offered as a prefix, and a prompt is forked, only after the device has answered the step
-   that computed it.  So a failed step takes nothing back but itself.
+   that computed it.  So no other sequence depends on a step that may still fail.
 3. *Preemption epochs.*  A result belongs to the preemption epoch in which it was planned.  A sequence that ended meanwhile drops it.
    A sequence that was preempted meanwhile appends it, and restarts only after receiving it.
-4. *One end.*  Each sequence has exactly one finishing output, except those that the detokenizer has stopped itself.
+4. *One end.*  Each sequence has exactly one finishing output, except those that the detokenizer has stopped at a stop string.
 5. *Progress.*  The best running sequence is never preempted while another one runs.  (The best is a sequence that was preempted the
-   allowed number of times, else the first in the order.)  It always fits when it runs without others, because `limit` is at most what
-   all blocks hold together.  So each plan advances the best running sequence or waits for its sample in flight.  Sequences are
-   finite: it ends, and the next one becomes the best.
+   allowed number of times, else the first in the order.)  Its blocks always fit when no other sequence runs, because its `limit` is at
+   most the capacity of all blocks.  So each plan advances the best running sequence or waits for its sample in flight.  Sequences are
+   finite, so it ends, and the next one becomes the best.
    While the head of the queue waits for an adapter slot, a bounded number of sequences may overtake it; otherwise none does
-   (`start_waiting`).  So it starts at the latest when all sequences that were running at that time have ended.  With step times (`prompt_turns.py`) the
-   head is the first in the fluid order, whose times are finite, and a bounded number passes it also while it finds no room.
+   (`start_waiting`).  So it starts at the latest when all sequences that are running now have ended.  With step times
+   (`prompt_turns.py`) the head is the first in the fluid order, and a bounded number may overtake it also while it lacks KV blocks.
 6. *No idling.*  `plan()` returns None only while paused, while the device is lost, while enough steps (or one long step) are in flight,
-   or if nothing is runnable.  An answer from the device or a new event calls it again.
+   or if nothing is runnable.  The scheduler calls it again after an answer from the device or a new event.
 """
 
 import collections.abc
@@ -78,9 +78,9 @@ FAILURES: dict[EntryFailure, RequestError] = {
 
 
 class Policy(PolicyBase[InFlightStep, Request]):
-    """The scheduling policy of an engine that generates.
+    """The scheduling policy of one replica of an engine that generates text.
 
-    `blocks`, `table` and `in_flight` are the whole state.  Tests read them; only the policy writes them.
+    Tests read `blocks`, `table` and `in_flight`, which contain most of the state; only the policy writes them.
     """
 
     in_flight: InFlightSteps
@@ -96,8 +96,8 @@ class Policy(PolicyBase[InFlightStep, Request]):
         """Make the policy of one replica.
 
         Args:
-            states: the rows of recurrent states on its device; None if the model keeps only keys and values.
-            tier: the blocks on the disk of its device; None without a tier.
+            states: the state snapshots of a recurrent model, else None.
+            tier: the KV tier on the device's disk, or None.
         """
         super().__init__(config, InFlightSteps())
         self.blocks = blocks
@@ -106,7 +106,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
         if states is not None:
             blocks.on_forget = states.rows.drop
         self.table = SequenceTable(config, blocks, shared, states, tier)
-        # Without turns, prompts are computed in the order of arrival, in steps up to the token budget.
+        # Without `turns`, prompts are computed in the order of arrival, and steps are limited by the token budget only.
         self.turns: PromptTurns | None = None
         if config.max_step_ms != 0:
             max_num_running = min(config.max_num_seqs, config.max_num_active_seqs)
@@ -124,25 +124,22 @@ class Policy(PolicyBase[InFlightStep, Request]):
 
     @property
     def num_started(self) -> int:
-        """Count the unfinished sequences that may go on under `Pause.NO_NEW_REQUESTS`.
+        """Count the unfinished sequences that may continue under `Pause.NO_NEW_REQUESTS`.
 
-        A pause of that kind has taken full effect when it is 0. Fresh requests may remain queued.
+        That pause takes full effect at 0.  Requests that never ran may remain queued.
         """
         return self.table.num_started
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether a sequence holds a block of KV memory.
+        """Whether a sequence holds KV blocks.
 
-        Prefixes can be forgotten only while no sequence uses them.
+        The prefix cache can be reset only while no sequence uses it.
         """
         return len(self.table.running) > 0
 
     def state(self, id: SequenceId) -> State:
-        """Return the state of a sequence; an unknown one has finished.
-
-        Tests and simulations use it; the policy itself has the sequence at hand.
-        """
+        """Return the state of a sequence for tests and simulations.  Finished sequences are forgotten, so an unknown id means FINISHED."""
         sequence = self.table.sequences.get(id)
         return State.FINISHED if sequence is None else sequence.state
 
@@ -150,7 +147,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
     def num_tokens(self) -> int:
         """Count the prompt tokens computed and the tokens sampled so far.
 
-        It only grows, so the difference of two readings is the work between them.
+        The counter never decreases, so the difference of two readings is the work done between them.
         """
         return self._num_prompt_tokens + self.table.num_generation_tokens
 
@@ -168,7 +165,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
 
     @property
     def is_searching(self) -> bool:
-        """Whether a search for a culprit is on: the cause of a step that raised, or of a lost device."""
+        """Whether the policy is searching for the request that made a step raise or killed the device."""
         return bool(self._bisection or self._quarantine)
 
     @property
@@ -189,24 +186,24 @@ class Policy(PolicyBase[InFlightStep, Request]):
     # Events
 
     def open_request(self, admit: Admit | AdmitPooling) -> Request:
-        """Make a request that any replica may take in.
+        """Create a request that any replica may `enter`.
 
-        It has its number from then on, which keeps the order of arrival over all replicas.
+        It receives its arrival number here, so the order of arrival is the same on all replicas.
         """
         assert isinstance(admit, Admit)
         return self.table.open_request(admit)
 
     def demand(self, request: Request) -> Demand:
-        """Describe what a request asks of a replica.
+        """Describe a request for the router's choice of a replica.
 
-        With prefix caching it contains the hashes of the prompt's blocks.
+        With prefix caching the description contains the hashes of the prompt's blocks.
         """
         return request.demand(self.blocks.block_size if self.config.enable_prefix_caching else 0)
 
     def enter(self, request: Request, replica: int = 0, num_expected: int = 0) -> None:
-        """Add a request, together with its outputs if another replica has begun it.
+        """Queue a new request, or one that another replica has started, together with its outputs so far.
 
-        Tokens that the other replica has computed are computed again, because KV blocks are not moved.
+        Tokens that the other replica has computed are recomputed, because KV blocks are not moved between replicas.
         """
         request.replica, request.num_expected = replica, num_expected
         if self.turns is not None:
@@ -216,24 +213,21 @@ class Policy(PolicyBase[InFlightStep, Request]):
             self._seek(request.sequences[0])
 
     def work(self) -> tuple[int, int]:
-        """Count the known uncomputed tokens, and the unfinished sequences.
-
-        The router compares replicas by these numbers.
-        """
+        """Return the numbers of known uncomputed tokens and of unfinished sequences, by which the router compares replicas."""
         return self.table.work()
 
     def evacuate(self, *, only_fresh: bool = False) -> list[Request]:
-        """Give up the requests without state on the device, so that other replicas can continue them.
+        """Remove and return the requests without state on the device, so that other replicas can continue them.
 
-        Suspects of a search stay, because they might kill the next device, too.
+        Suspects of having killed the device stay, because they might kill the next one, too.
         """
         return self.table.take_out(self._quarantine.requests, only_fresh=only_fresh)
 
     def predict_first_token(self, id: RequestId, elapsed_s: float) -> Expected | None:
-        """Predict the first token of a request without one.  Returns None before the first fit, and when nothing is planned now.
+        """Predict when a request's first token is due.  Returns None if it has one, if step times are unknown, or while nothing is planned.
 
         Args:
-            elapsed_s: seconds since the eldest plan in flight became the eldest.
+            elapsed_s: seconds since the oldest plan in flight became the oldest.
         """
         sequence = self.table.sequences.get(SequenceId(id))
         if self.turns is None or sequence is None or sequence.output:
@@ -245,11 +239,13 @@ class Policy(PolicyBase[InFlightStep, Request]):
         return None if found is None else Expected(sequence.id, *found)
 
     def expect(self, request: Request, num_cached: int, elapsed_s: float) -> float | None:
-        """Estimate the seconds until the first token of a request that entered now.  Returns None before the first fit, and when nothing is planned now.
+        """Estimate the seconds to first token for a request that entered now.
+
+        Returns None if step times are unknown, or while nothing is planned.
 
         Args:
-            num_cached: tokens of its prompt that the prefix cache should have.
-            elapsed_s: seconds since the eldest plan in flight became the eldest.
+            num_cached: prompt tokens expected in the prefix cache.
+            elapsed_s: seconds since the oldest plan in flight became the oldest.
         """
         turns, leader = self.turns, request.sequences[0]
         if turns is None or not self.is_available or self.pause is not Pause.NONE:
@@ -258,25 +254,25 @@ class Policy(PolicyBase[InFlightStep, Request]):
         return expect(turns, leader, num_cached, self._flights_s(), elapsed_s)
 
     def abort(self, id: RequestId) -> None:
-        """End a request, in whatever state; unknown and finished ones are ignored.
+        """End a request in any state.  Unknown and finished requests are ignored.
 
-        A request that may have killed the device stays a suspect: it ends for its client, and is still tested.
+        A request that may have killed the device ends for its client, but is still tested as a suspect.
         """
         self.table.abort(id, frozenset(self._quarantine.suspect_ids))
 
     def stop(self, ids: tuple[SequenceId, ...]) -> None:
-        """Drop sequences that a stop string has ended; they have no further output.
+        """End sequences that the detokenizer has stopped at a stop string, without further output.
 
-        Tokens computed behind the stop string are dropped, and the blocks become free.
+        Tokens after the stop string are dropped, and the blocks are freed.
         """
         suspects = self._quarantine.suspect_ids
         for id in ids:
             self.table.stop(id, is_suspect=id in suspects)
 
     def apply(self, done: StepDone | PoolDone) -> None:
-        """Take the results of the eldest plan in flight.
+        """Apply the device's answer to the oldest plan in flight.
 
-        Outputs are collected until `take_outputs`; ended sequences give up their blocks.
+        Outputs are collected until `take_outputs`.  The blocks of ended sequences are freed.
         """
         assert isinstance(done, StepDone)
         step, table = self.in_flight.complete(done.step), self.table
@@ -287,7 +283,8 @@ class Policy(PolicyBase[InFlightStep, Request]):
         prompt_logprobs = dict(done.prompt_logprobs) if done.prompt_logprobs else {}
         failed = dict(done.failed) if done.failed else {}
         logprobs, token_ids = done.logprobs, done.token_ids
-        append = table.append  # looked up once, not for each entry
+        # Looked up once, because this loop runs for every sequence of every step.
+        append = table.append
         has_windows = table.running.windows is not None
         for i, (sequence, preemption_epoch, start, end, num_sampled) in enumerate(step.entries):
             if sequence.state is State.FINISHED or preemption_epoch < sequence.valid_from_epoch:
@@ -303,18 +300,18 @@ class Policy(PolicyBase[InFlightStep, Request]):
                 sequence.num_in_flight -= num_sampled
                 append(sequence, token_ids[i], logprobs[i] if logprobs else ())
                 if preemption_epoch == sequence.preemption_epoch:
-                    # Those of drafts that were right.
+                    # Accepted drafts.
                     num_more = len(token_ids[i]) - 1
                     sequence.num_computed += num_more
                     sequence.num_computed_on_device += num_more
-                    # They are registered when the next step is answered, if there is one.  With windows it may need their blocks.
+                    # Usually the next answer registers their blocks.  With windows, blocks may be freed before that.
                     if num_more > 0 and has_windows and sequence.request_slot >= 0:
                         table.running.register(sequence)
         self._planner.lookahead.note(done)
         _note_encoded(step, done)
 
     def _note_speed(self, step: InFlightStep, seconds: float) -> None:
-        """Learn from the time of a step."""
+        """Update the estimates of step times with a measurement."""
         if self.turns is not None:
             self.turns.note_step(step, seconds)
         if self._tier is not None:
@@ -322,7 +319,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
             self._tier.note_computed(num_tokens, seconds)
 
     def _land(self, sequence: Sequence, start: int, end: int) -> None:
-        """Note that positions start … end - 1 are computed, moved on by drafts that were right since the plan was made."""
+        """Note that positions start … end - 1 are computed, shifted by the drafts accepted since the plan was made."""
         if (more := sequence.num_computed_on_device - start) > 0:
             start, end = start + more, end + more
         sequence.num_computed_on_device = end
@@ -334,17 +331,17 @@ class Policy(PolicyBase[InFlightStep, Request]):
             self.table.release_siblings(sequence.request)
 
     def _note_refused(self, plan: InFlightStep) -> None:
-        """Do nothing: `_blame` has taken the sequences of a cancelled plan back."""
+        """Do nothing: `_blame` has already rolled back the sequences of all cancelled plans."""
 
     def _blame(self, failed: InFlightStep, message: str, *, is_out_of_memory: bool) -> None:
-        """Take this step and all later ones back, so that their sequences continue at the last computed position.
+        """Roll back this step and all later ones, so that their sequences continue from the last computed position.
 
-        When the device is out of memory, later steps become smaller.  Preempting a sequence would not help: a free KV block
-        gives the device no memory back.  In all other cases, and if steps cannot become smaller, a bisection looks for the
-        culprit.  The culprit ends with `message` when it fails in a step without other sequences.
+        When the device is out of memory, later steps become smaller.  Preempting a sequence would not help, because freeing KV
+        blocks does not return memory to the device.  In all other cases, and if steps cannot become smaller, a bisection searches
+        for the culprit: the sequence that fails in a step without others.  It ends with `message`.
 
-        Recurrent states cannot be computed a second time in place, as keys can.  So the failed step's sequences begin again, and
-        the search goes by their positions.
+        A step may leave a recurrent state half updated, and unlike keys it cannot be overwritten in place.  So in a recurrent model
+        the sequences of the failed step restart, and a quarantine that tracks their positions searches for the culprit.
         """
         suspects = self._undo(failed)
         undone = [sequence for later in self.in_flight for sequence in self._undo(later)]
@@ -375,9 +372,9 @@ class Policy(PolicyBase[InFlightStep, Request]):
         """Preempt the sequences whose recurrent states are unusable after a failed step.
 
         Args:
-            torn: sequences of the failed step; their states may contain half of it.
-            undone: sequences of later steps, which did not run.  If a state was to be restored for one, it was not, and its row may
-                belong to another sequence by now.
+            torn: sequences of the failed step.  Their states may be half updated.
+            undone: sequences of later steps, which did not run.  A planned restore did not happen either, and its row may be
+                reused by now.
         """
         for sequence in torn:
             name = states.distrust(sequence)
@@ -391,10 +388,10 @@ class Policy(PolicyBase[InFlightStep, Request]):
     def _lose_plans(
         self, plans: collections.abc.Sequence[InFlightStep], loss: DeviceLost, *, has_suspects: bool
     ) -> int:
-        """Preempt each running sequence, and search for the culprit in the eldest plan.
+        """Preempt all running sequences, and search for the culprit in the oldest plan.
 
-        Sampled tokens of answered steps stay, so no token is put out twice. Whether cached prefixes stay is known when the device
-        returns; until then nothing is planned.
+        Tokens of answered steps are kept, so no token is output twice.  Whether cached prefixes survive is known only in
+        `return_device`, and nothing is planned until then.
         """
         suspects = find_in_question(plans, self._num_stages) if has_suspects else {}
         for plan in plans:
@@ -406,7 +403,8 @@ class Policy(PolicyBase[InFlightStep, Request]):
         if key := self.table.grammars.forget(is_their_doing=not loss.is_from_outside):
             self.table.fail_grammar(key, RequestError("poisoned_request", loss.message))
             num_explained = MAX_DEATHS
-        if self.pause is Pause.NONE:  # else no ended sequence may run
+        # During a pause, sequences that have ended for their clients must not run as suspects.
+        if self.pause is Pause.NONE:
             for sequence, _ in suspects.values():
                 self.table.raise_ghost(sequence)
         found = self._quarantine.lose(suspects.values())
@@ -417,7 +415,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
         return num_losses
 
     def lose_device(self, loss: DeviceLost) -> int:
-        """Take the end of the device, with all plans in flight and all orders to the tier."""
+        """Drop all plans in flight and all orders to the tier, because the device was lost.  See `PolicyBase.lose_device`."""
         if self._tier is not None:
             self._tier.lose()
             self._unpark()
@@ -431,16 +429,17 @@ class Policy(PolicyBase[InFlightStep, Request]):
             self.table.fail_request(request, error)
 
     def preempt_all(self) -> None:
-        """Free all KV blocks; running sequences are recomputed later, and results in flight count.
+        """Preempt all running sequences, which frees all KV blocks.  Results in flight still count.
 
-        Used before the device releases its memory, and for resetting the prefix cache.
+        Used before the device releases its memory, and before a reset of the prefix cache.
         """
         self.table.running.preempt_all()
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        """Forget all prefixes; False, and nothing changes, while any block is held.
+        """Clear the prefix cache.  Returns False, and changes nothing, while a sequence holds a block.
 
-        `reset_running` preempts running sequences and drops their results in flight, to sample them again.
+        Args:
+            reset_running: first preempt the running sequences and drop their results in flight, which are sampled again.
         """
         if reset_running:
             for sequence in self.table.running.snapshot():
@@ -459,7 +458,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
     # The tier on disk
 
     def _seek(self, sequence: Sequence) -> None:
-        """Park a queued sequence if the tier fetches some of its blocks."""
+        """Park a queued sequence while the tier fetches some of its blocks."""
         waiting = self.table.waiting
         is_queued = sequence.id in waiting.fresh or sequence.id in waiting.returning
         if is_queued and self.table.running.seek(sequence):
@@ -471,7 +470,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
                 self.table.waiting.unpark_one(sequence)
 
     def note_tier(self, answer: TierAnswer) -> None:
-        """Take an answer of the tier.  When it has found its files, waiting sequences look for their blocks."""
+        """Apply an answer of the tier.  When it lists its files for the first time, queued sequences look up their blocks."""
         if self._tier is None:
             return
         self._tier.note(answer)
@@ -497,7 +496,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
         return orders
 
     def take_tier_cancel(self) -> collections.abc.Sequence[TierOrder]:
-        """Return the order to cancel earlier ones, which planning has made necessary."""
+        """Return the order that cancels earlier ones, if planning has taken back their blocks.  Send it before the plan."""
         if self._tier is None:
             return ()
         self._unpark()
@@ -509,13 +508,13 @@ class Policy(PolicyBase[InFlightStep, Request]):
         return None if self._tier is None else self._tier.deadline_s
 
     def expire_tier(self, now: float) -> None:
-        """Let the sequences go whose fetch takes too long."""
+        """Unpark the sequences whose fetch has missed its deadline."""
         if self._tier is not None:
             self._tier.expire(now)
             self._unpark()
 
     def next_grammar(self) -> PrepareGrammar | None:
-        """Return a grammar that the device shall prepare; while a culprit is looked for, only one of the requests in question."""
+        """Return the next grammar for the device to prepare, or None.  During a search for a culprit, only grammars of suspects."""
         if self.is_device_lost:
             return None
         is_silent = not self.in_flight
@@ -523,9 +522,9 @@ class Policy(PolicyBase[InFlightStep, Request]):
         return self.table.grammars.next_order(keys, is_silent=is_silent)
 
     def note_grammar(self, ready: GrammarReady) -> None:
-        """Take a grammar that the device has prepared, or cannot.
+        """Apply the device's answer to `next_grammar`.
 
-        Requests that wait for it are queued again, or end with the error. Other requests are not affected.
+        Requests parked for this grammar are queued, or end with the error if the device could not prepare it.
         """
         if self.table.grammars.note(ready):
             self.table.waiting.unpark(ready.key)
@@ -535,16 +534,16 @@ class Policy(PolicyBase[InFlightStep, Request]):
             )
 
     def take_outputs(self, answers: tuple[Promise[None], ...] = ()) -> StepTokens | None:
-        """Take the outputs since the last call, at most one entry for each sequence, with `answers`.
+        """Return and clear the outputs since the last call, merged into one entry per sequence, together with `answers`.
 
-        Merging bounds their number when the detokenizer is slow.
+        Merging bounds their number while the detokenizer is slow.  Returns None if there are neither.
         """
         return self.table.outputs.take(answers)
 
     # One scheduling pass
 
     def plan(self) -> StepPlan | None:
-        """Make the next plan; it is in flight from now on.  Returns None in the cases of law 6."""
+        """Make the next plan, which counts as in flight at once.  Returns None in the cases of law 6."""
         self.table.end_ghosts(self._quarantine.suspect_ids)
         if self._must_wait():
             return None
@@ -557,7 +556,8 @@ class Policy(PolicyBase[InFlightStep, Request]):
                 return None
             self.table.running.schedule(builder, group)
             self._bisection.begin(builder.sequences)
-            if not builder.sequences:  # the group lost its blocks: it starts again with the others
+            # The group has lost its blocks, so the bisection is abandoned: its sequences restart with the others.
+            if not builder.sequences:
                 self._bisection.suspect(())
                 return self.plan()
         elif self._quarantine:
@@ -579,13 +579,13 @@ class Policy(PolicyBase[InFlightStep, Request]):
         return plan
 
     def _must_wait(self) -> bool:
-        """Whether no plan may be made, whatever is queued: also while a grammar is tried on a silent device."""
+        """Whether no plan may be made now, also because a suspect grammar must be prepared without other work on the device."""
         return super()._must_wait() or (not self._quarantine and self.table.grammars.needs_silence)
 
     # Bookkeeping
 
     def _undo(self, step: InFlightStep) -> list[Sequence]:
-        """Take its sequences back to what is computed on the device; return those that still run."""
+        """Roll back the sequences of a step to their last answered position.  Returns those that are still running."""
         still_running: list[Sequence] = []
         for sequence, preemption_epoch, _, _, num_sampled in step.entries:
             if sequence.state is State.FINISHED or preemption_epoch < sequence.valid_from_epoch:
@@ -593,7 +593,8 @@ class Policy(PolicyBase[InFlightStep, Request]):
             sequence.num_in_flight -= num_sampled
             if preemption_epoch == sequence.preemption_epoch:
                 sequence.num_computed = sequence.num_computed_on_device
-                sequence.is_slot_stale = True  # the device's copy of the slot may be ahead
+                # The device's copy of the slot may be ahead.
+                sequence.is_slot_stale = True
                 sequence.seen_until = 0
                 if self.states is not None:
                     self.states.undo(sequence)
@@ -606,7 +607,7 @@ class Policy(PolicyBase[InFlightStep, Request]):
 
 
 def _note_encoded(step: InFlightStep, done: StepDone) -> None:
-    """Note which images the device has encoded.  The last entries of the step are those of the sequences that see them."""
+    """Note which images the device has encoded.  The last entries of the step belong to the sequences with these images."""
     entries = step.entries[len(step.entries) - len(done.encoded) :]
     for (sequence, preemption_epoch, *_), position in zip(entries, done.encoded, strict=True):
         if preemption_epoch == sequence.preemption_epoch:

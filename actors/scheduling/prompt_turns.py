@@ -1,14 +1,14 @@
-"""Choose the prompts of a step, and the number of tokens of each.  Pure.
+"""Choose the prompts of a step, and the number of tokens to compute of each.  Pure.
 
-A long prompt must not delay short ones, and must not starve.  Decoding rows are in every step and never wait for prompts.
-Running and waiting prompts follow in the order of the `Fluid` (with fcfs, in the order of arrival) until the seconds of the `StepBudget`
-are spent.  A prompt without a compiled grammar is skipped.
+A long prompt must not delay short ones, and must not starve.  So each step first contains all decoding sequences, which never wait for
+prompts.  Running and waiting prompts are added in the order of the `Fluid` (with fcfs, in the order of arrival) until the time of
+the `StepBudget` is used up.  A prompt whose grammar is not compiled yet is skipped.
 
 Laws:
-1. A step that computes the end of a prompt takes no part of another one, so no first token is delayed by it.
-2. Others may not pass the first prompt in the order because time is short.  They may pass it at most MAX_PASSES times while it
-   lacks KV blocks or an adapter slot.  A lower priority never takes the blocks that it waits for.
-3. A step advances the fluid by its prompt tokens, whatever the reason for the step.
+1. A step that finishes one prompt takes no partial chunk of another, because the chunk would delay the first token of the finished one.
+2. When time is short, no prompt overtakes the first one in the order.  While the first one lacks KV blocks or an adapter slot, others
+   may overtake it at most MAX_PASSES times, and a lower priority never takes the blocks that it waits for.
+3. Every step advances the fluid by its prompt tokens, whatever the reason for the step.
 """
 
 import math
@@ -37,18 +37,18 @@ from trouper.params import RequestOutputKind
 MAX_WAITING = 64
 # A chunk that does not end its prompt is a multiple of this many tokens.
 CHUNK_GRAIN = 16
-# The least tokens of any chunk but the first of its step.
+# Minimum tokens of a chunk that is not the first of its step.
 MIN_CHUNK = 32
-# Tokens of a chunk before the first fit, by turns.  Two sizes let a fit separate fixed costs from costs per token.
+# Chunk sizes until step times are known, used alternately.  With two sizes a fit can separate fixed costs from costs per token.
 FIRST_CHUNKS = 64, 256
-# The next prompts in the order, whose prefixes are looked up again because another prompt may have computed them.
+# Before each plan, this many first prompts look up their prefixes again, because other prompts may have computed them meanwhile.
 NUM_LOOKED_UP = 4
-# While prompts wait, drafts may add this share to the time of the decoding rows.
+# While prompts wait, drafts may lengthen the decoding part of a step by this fraction.
 DRAFTS_SHARE = 0.5
 
 
 class PromptTurns:
-    """Own the fluid order, the step times and the budget of one policy, the only writer."""
+    """Own the fluid order, the step times and the step budget of one policy.  Only the policy changes them, through its calls."""
 
     def __init__(self, config: SchedulerConfig, table: SequenceTable, max_num_running: int) -> None:
         self.fluid = table.fluid = Fluid()
@@ -59,11 +59,11 @@ class PromptTurns:
         self.max_num_running = max_num_running
         self._is_fcfs = config.policy == "fcfs"
         self._arrivals = table.waiting.keep_arrivals()
-        # Starts of prompts before the first in the order.
+        # Prompts that started before an earlier one in the order, which lacked blocks or an adapter slot.
         self.num_passed = 0
-        # Tokens of the first prompt in the order of each step, and of all others.
+        # Tokens of the first prompt of each step, and of the further prompts.
         self.num_first_tokens = self.num_other_tokens = 0
-        # Decode-only steps: the seconds of the last one, and those not learnt from yet.
+        # Decode-only steps: the duration of the last one, and the measurements that no fit contains yet.
         self._rows_s = 0.0
         self._steps_of_rows: deque[tuple[StepWork, float]] = deque(maxlen=NUM_KEPT)
         # Ratios of estimated to measured seconds, until `take_ratios`.
@@ -74,16 +74,16 @@ class PromptTurns:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether a prompt runs or waits.
+        """Whether a prompt is running or waiting.
 
-        Otherwise a step consists of decoding sequences only, and needs no decision about turns.
+        Otherwise all sequences are decoding, and a step needs no choice of prompts.
         """
         return bool(self._arrivals or self.fluid.open)
 
     def statistics(self) -> dict[str, Any]:
         """Describe the state in the fields of `SchedulerStats`.
 
-        Overdue tokens should be 0: they are the tokens by which the engine is behind its promise.
+        Overdue tokens show by how much the engine is behind the ideal fair server.  They should be 0.
         """
         return {
             "step_prompt_budget_s": self.budget.last_s,
@@ -94,9 +94,9 @@ class PromptTurns:
         }
 
     def take_ratios(self) -> tuple[float, ...]:
-        """Take the ratios of estimated to measured time of the steps with a prompt since the last call.
+        """Return and clear the ratios of estimated to measured time of the steps with a prompt since the last call.
 
-        A ratio of 1 is a perfect estimate; the observer shows them as a histogram.
+        A ratio of 1 is a perfect estimate.  The observer exports the ratios as a histogram.
         """
         if not self._ratios:
             return ()
@@ -105,16 +105,16 @@ class PromptTurns:
         return ratios
 
     def note_undone(self, sequence: Sequence) -> None:
-        """Note that a failed step took a running sequence back: it computes these tokens again.
+        """Note that a running sequence must compute the tokens of a failed step again.
 
-        It enters the fluid again with the next plan, like a new arrival.
+        With the next plan it enters the fluid again, like a new arrival.
         """
         self._arrivals.append(sequence)
 
     def settle(self) -> None:
-        """Let the sequences that arrived since the last plan enter the fluid.
+        """Add the sequences that arrived since the last plan to the fluid.
 
-        Sequences without a ready grammar are parked instead.
+        Sequences whose grammar is not ready are parked instead.
         """
         arrivals, table = self._arrivals, self.table
         for sequence in arrivals:
@@ -138,22 +138,22 @@ class PromptTurns:
             self._look_up_again()
 
     def _rest(self, sequence: Sequence) -> int:
-        """Count the known tokens neither computed nor expected in the prefix cache."""
+        """Count the known tokens of a sequence that are neither computed nor expected in the prefix cache."""
         if sequence.request_slot >= 0:
             return _known(sequence) - sequence.num_computed
         return sequence.num_tokens - self.table.running.expected_start(sequence)
 
     def rows(self) -> list[Sequence]:
-        """List the running sequences that decode.
+        """List the decoding sequences.
 
-        Each of them needs one token in every step, so they are planned before any prompt.
+        Each needs only one token per step, so they are planned before any prompt.
         """
         prompts = self.fluid.open
         running = self.table.running.snapshot()
         return [sequence for sequence in running if sequence.id not in prompts]
 
     def limit_drafts(self, builder: StepBuilder, num_rows: int) -> None:
-        """Limit the drafts of a step while prompts wait for its end: they add at most half to the time of its rows."""
+        """Limit the drafts of a step while prompts wait, so that drafts lengthen its decoding part by at most `DRAFTS_SHARE`."""
         _, _, _, row_s, _, _ = self.times.coefficients
         if builder.max_lookahead and self.times.is_known and row_s > 0 and num_rows:
             alone_s = self.times.seconds(StepWork(0, 0, num_rows, 0.0, 0))
@@ -161,12 +161,9 @@ class PromptTurns:
             builder.max_lookahead = min(builder.max_lookahead, int(most))
 
     def fill(self, builder: StepBuilder, *, only_returning: bool) -> None:
-        """Add prompts to a step that already has its decoding sequences.
-
-        Prompts are added in the fluid's order, as long as the budget of the step in seconds and tokens allows.
+        """Add prompts, in order, to a step that already has its decoding sequences, until its time or token budget is used up.
 
         Args:
-
             only_returning: start only sequences that ran before.
         """
         self.refresh()
@@ -186,7 +183,7 @@ class PromptTurns:
             else:
                 starting.start(sequence)
             builder.max_count = before
-            # Not the number of entries: the sequence may have replaced a preempted row.
+            # The number of entries would not show this, because the sequence may have replaced a preempted one.
             if builder.sequences and builder.sequences[-1] is sequence:
                 if filling.has_any:
                     self.num_other_tokens += builder.counts[-1]
@@ -195,7 +192,7 @@ class PromptTurns:
                 filling.note(sequence, builder.counts[-1])
 
     def note_plan(self, builder: StepBuilder) -> bool:
-        """Advance the fluid by the prompt tokens of a plan before its commit.  Returns whether it has any."""
+        """Advance the fluid by the prompt tokens of a plan that is about to be committed.  Returns whether the plan has any."""
         jobs = self.fluid.open
         if not jobs:  # most steps only decode
             return False
@@ -209,13 +206,13 @@ class PromptTurns:
         return bool(counts)
 
     def estimate(self, plan: StepPlan, record: InFlightStep, *, has_prompts: bool) -> None:
-        """Record the work of a plan and its estimated seconds.
+        """Record the work of a plan and its estimated duration.
 
-        A decode-only step is estimated by the one before it, and learnt from when a prompt needs an estimate.  Most steps
-        only decode, and planning them may take at most 2 % longer than without estimates.
+        The estimate of a decode-only step is the duration of the one before, and the fit uses its measurement only once a prompt
+        needs an estimate.  Most steps only decode, and estimates may make planning them at most 2 % slower.
         """
         if plan.encodes:
-            # Nothing is learnt from it: its seconds are mostly those of the vision tower.
+            # Not measured, because most of its time is spent in the vision tower.
             record.estimate_s = self._rows_s + plan.encode_s
             return
         num_drafts = sum(plan.num_lookahead_tokens)
@@ -232,23 +229,20 @@ class PromptTurns:
             record.is_long = record.estimate_s >= LONG_PROMPT_S
 
     def start_of(self, job: Job) -> int:
-        """Return the first position that a job has still to compute.
-
-        Positions before it are cached or have been planned already.
-        """
+        """Return the position of the first token of a job that is neither cached nor planned."""
         return _known(self.table.sequences[job.id]) - job.num_tokens
 
     def ahead_of(self, sequence: Sequence, num_tokens: int) -> Iterator[Job]:
-        """Yield the prompts that would precede a sequence that entered now with this many tokens to compute."""
+        """Yield the prompts that would precede a sequence with this many tokens to compute, if it entered now."""
         if self._is_fcfs:
             return iter(self.fluid.open.values())
         size = max(num_tokens, GRAIN)
         return self.fluid.ahead_of(sequence.request.admit.options.key, sequence.order, size)
 
     def seconds_until(self, work_s: float) -> float:
-        """Estimate how long this much prompt work takes together with the rows that decode now.
+        """Estimate how long prompt work takes that would take `work_s` without other sequences.
 
-        It includes the decoding sequences that share each step with the prompts.
+        The estimate includes the sequences now decoding, which share each step with the prompts.
         """
         rows, final_only = self.rows(), RequestOutputKind.FINAL_ONLY
         has_streams = any(row.request.admit.params.output_kind != final_only for row in rows)
@@ -257,9 +251,9 @@ class PromptTurns:
         return self.budget.seconds_until(work_s, work, has_streams=has_streams)
 
     def note_step(self, record: InFlightStep, seconds: float) -> None:
-        """Learn from a step.  A device that measures no time gives 0 seconds.
+        """Record the measured time of a step: 0 if the device does not measure time.
 
-        The times of steps without prompts are learnt later, when an estimate needs them.
+        Measurements of decode-only steps are stored until an estimate needs them.
         """
         work = record.work
         if seconds <= 0 or work is None:
@@ -274,9 +268,9 @@ class PromptTurns:
             self._ratios.append(record.estimate_s / seconds)
 
     def refresh(self) -> None:
-        """Learn from the steps since the last call.  Called before estimates.
+        """Update the fit with the stored measurements.  Must be called before estimates.
 
-        Most steps only decode and need no estimate, so learning is postponed until here.
+        Most steps only decode and need no estimate, so the update is postponed until here.
         """
         for work, seconds in self._steps_of_rows:
             self.times.note(work, seconds)
@@ -292,7 +286,7 @@ class PromptTurns:
         return self.budget.prompt_s(rows, has_streams=has_streams)
 
     def _candidates(self, starting: "_Starting") -> Iterator[tuple[Sequence, int]]:
-        """Yield the prompts that may be planned, in order, each with its number of tokens to compute."""
+        """Yield the prompts that may be planned, in order, each with its number of remaining tokens."""
         sequences, num_waiting = self.table.sequences, 0
         for job in self.in_order():
             sequence = sequences[job.id]
@@ -300,7 +294,7 @@ class PromptTurns:
                 if num_waiting >= MAX_WAITING or not starting.may_start(sequence):
                     continue
                 num_waiting += 1
-            # Not `job.num_tokens`: its prefix may have left the cache.
+            # `job.num_tokens` may be stale, because the prefix may have been evicted from the cache.
             yield sequence, self._rest(sequence)
 
     def in_order(self) -> Iterator[Job]:
@@ -315,7 +309,7 @@ class PromptTurns:
         return (jobs[id] for id in ids if id in jobs)
 
     def _look_up_again(self) -> None:
-        """Shorten the next prompts by the prefixes that other prompts have computed since."""
+        """Shorten the next prompts by prefixes that other prompts have computed meanwhile."""
         sequences, running = self.table.sequences, self.table.running
         first = [job for job, _ in zip(self.fluid.order(), range(NUM_LOOKED_UP), strict=False)]
         for job in first:
@@ -327,7 +321,7 @@ class PromptTurns:
 
 
 class _Filling:
-    """Count the seconds of one step: those that its prompts have taken, and the remaining ones."""
+    """Track the time budget of one step, and choose the size of each prompt's chunk."""
 
     def __init__(self, turns: PromptTurns, builder: StepBuilder, prompt_s: float | None) -> None:
         self._times = turns.times
@@ -339,11 +333,12 @@ class _Filling:
         self.is_over = False
 
     def count(self, start: int, num_left: int) -> int:
-        """Return the tokens that a prompt may take.  Returns 0 when the step has no time for it or any later prompt."""
+        """Return the number of tokens to compute of a prompt.  0 means that the step is full: later prompts do not fit either."""
         builder = self._builder
         most = self._most or self._times.tokens_in(self._left_s, start)
         self._is_short = num_left > most
-        if not self._cuts:  # the first goes in any case: a whole prompt has no smaller part
+        # A prompt cannot be split, so the first one of a step may exceed the time.
+        if not self._cuts:
             fits = num_left <= builder.budget or num_left > builder.capacity
             return num_left if fits and not (self._is_short and self.has_any) else 0
         most = min(most, builder.budget, builder.max_count)
@@ -364,7 +359,7 @@ class _Filling:
 
 
 class _Starting:
-    """Start waiting sequences in one step, and count the passed ones."""
+    """Start waiting sequences in one step, and count how often others overtook each sequence that could not start."""
 
     def __init__(self, turns: PromptTurns, builder: StepBuilder, *, only_returning: bool) -> None:
         self._turns = turns
@@ -373,11 +368,11 @@ class _Starting:
         self._only_returning = only_returning
         self._passed: list[Sequence] = []
         self._is_over = False
-        # The priority rank of a sequence that found no blocks: lower priorities must not start.
+        # The priority of a sequence that lacked blocks.  Lower priorities must not start, because they would take its blocks.
         self._blocked_rank: int | None = None
 
     def may_start(self, sequence: Sequence) -> bool:
-        """Whether this sequence waits and may try to start."""
+        """Whether this sequence is waiting and may try to start in this step."""
         table = self._table
         if self._is_over or self._builder.has_preempted:
             return False
@@ -391,7 +386,7 @@ class _Starting:
         return is_fresh or sequence.id in table.waiting.returning
 
     def start(self, sequence: Sequence) -> None:
-        """Start this sequence, or set it aside so that others may pass."""
+        """Start this sequence.  If it lacks blocks or an adapter slot, later sequences may overtake it, up to its limit."""
         table = self._table
         has_place = table.running.has_adapter_room(sequence)
         if not has_place or not table.running.start(sequence, self._builder):

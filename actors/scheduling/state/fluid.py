@@ -1,11 +1,11 @@
-"""The fluid order of prompts, which decides what is computed next.  Pure.
+"""Order prompts by fair queueing: the prompt that an ideal fair server would finish first is computed first.  Pure.
 
-Imagine a fluid that computes all prompts at once: each planned prompt token is shared equally among the keys with prompts, and each
-key's part equally among its prompts.  The prompt that the fluid would finish first is computed first.  So short prompts pass long
-ones, a flood of short ones starves no long one, and a key with a hundred prompts gets the part of one key.
+The ideal server, the *fluid*, computes all prompts at once: it shares each planned prompt token equally among the clients with prompts,
+and each client's share equally among its prompts.  (A `key` names a client.)  So short prompts overtake long ones, a flood of short
+prompts does not starve a long one, and a client with a hundred prompts gets no more than a client with one.
 
-Law: among requests of one priority, of which none lacks blocks, is preempted or ends early, and whose lengths are known, the last
-prompt token of each is planned no later than in the plan with which the fluid finishes it.  There is one exception among several keys:
+Law: the last token of a prompt is planned no later than in the plan with which the fluid finishes the prompt.  This holds among requests
+of one priority with known lengths, if none lacks blocks, is preempted or ends early.  There is one exception with several keys:
 new prompts slow the other prompts of their key.  If this moves prompt A behind prompt B of another key, and A was computed first, then
 B or a new prompt may be late, by at most the tokens of A that were computed ahead of the fluid.
 """
@@ -19,27 +19,27 @@ import msgspec
 from trouper.actors.messages.requests import SequenceId
 from trouper.actors.scheduling.state.sequence import Order
 
-# The least size of a prompt in tokens.  Shorter prompts are equals and keep their order of arrival: otherwise newcomers of 60 tokens
-# would pass prompts of 240 under overload.
+# Minimum size of a prompt in the fluid.  Shorter prompts count as equal and keep their order of arrival.  Otherwise, under overload,
+# new prompts of 60 tokens would keep overtaking prompts of 240.
 GRAIN = 256
 # Fewer tokens than this are a rounding error.
 NOTHING = 2.0**-20
 
 
 class Job(msgspec.Struct, eq=False):
-    """The prompt tokens that a sequence had to compute when it entered.
+    """The prompt tokens that a sequence has to compute.
 
-    It remains until its last token is planned, even if the fluid has finished it earlier.
+    A job is open until its last token is planned, even if the fluid has finished it earlier.
     """
 
     id: SequenceId
     key: str
     order: Order
-    # Not planned yet.
+    # Tokens still to be planned.
     num_tokens: int
-    # Tokens in the fluid.
+    # Length in the fluid, in tokens.
     size: float
-    # The meter of its key at which the fluid finishes it.
+    # The reading of its key's meter at which the fluid finishes it.
     mark: float = 0.0
     num_planned: int = 0
     # Whether the fluid has finished it.
@@ -47,7 +47,7 @@ class Job(msgspec.Struct, eq=False):
 
 
 class _Key:
-    """The jobs of one key, and a meter: the tokens that each job has received since the meter was zero."""
+    """The unfinished jobs of one client, and a meter: the tokens that the fluid has given to each job since the meter was zero."""
 
     __slots__ = ("jobs", "meter")
 
@@ -58,14 +58,14 @@ class _Key:
 
     @property
     def until_next(self) -> float:
-        """Tokens that the key must compute until the fluid finishes its next job.
+        """Tokens that the key must receive until the fluid finishes its next job.
 
         All jobs of a key progress at the same rate, so the one with the least remaining work is first.
         """
         return (self.jobs[0].mark - self.meter) * len(self.jobs)
 
     def needs(self) -> Iterator[tuple[float, Order, Job]]:
-        """Yield the jobs in order, each with the tokens that the key must compute until the fluid finishes it."""
+        """Yield the jobs in order, each with the tokens that the key must receive until the fluid finishes it."""
         before, num_jobs = 0.0, len(self.jobs)
         for i, job in enumerate(self.jobs):
             rest = job.mark - self.meter
@@ -74,13 +74,13 @@ class _Key:
 
 
 class _Level:
-    """The fluid of one priority."""
+    """The fluid of one priority: the clients with unfinished jobs, and the overdue jobs."""
 
     __slots__ = ("keys", "overdue")
 
     def __init__(self) -> None:
         self.keys: dict[str, _Key] = {}
-        # Jobs that the fluid has finished and the engine has not, in the order of the fluid.  A dict allows removal in O(1).
+        # Jobs that the fluid has finished before the engine, in the fluid's order.  A dict allows removal in O(1).
         self.overdue: dict[SequenceId, Job] = {}
 
     def insert(self, job: Job) -> None:
@@ -91,7 +91,7 @@ class _Level:
     def remove(self, job: Job) -> None:
         """Remove a job that the fluid has not finished.
 
-        The key of the job is removed with its last job, so the other keys share the fluid.
+        A key without jobs is removed too, so that the other keys share the fluid.
         """
         key = self.keys[job.key]
         key.jobs.remove(job)
@@ -99,7 +99,7 @@ class _Level:
             del self.keys[job.key]
 
     def resize(self, job: Job, size: float) -> None:
-        """Change the size of a job.  It is finished if it has already received this many tokens."""
+        """Change the size of a job.  The job is finished if the fluid has already given it this many tokens."""
         got = job.size - (job.mark - self.keys[job.key].meter)
         job.size = size
         self.remove(job)
@@ -113,7 +113,7 @@ class _Level:
     def ahead_of(self, key: str, size: float) -> Iterator[Job]:
         """Yield the unfinished jobs that the fluid would finish before a new one of this size.
 
-        They are the work that a new job must expect in front of it.
+        A new job must wait for about their remaining tokens.
         """
         mine = self.keys.get(key)
         rests = [] if mine is None else [job.mark - mine.meter for job in mine.jobs]
@@ -126,9 +126,9 @@ class _Level:
                     yield job
 
     def advance(self, num_tokens: float) -> float:
-        """Compute this many tokens.  Returns the tokens left over when all jobs are finished.
+        """Give this many tokens to the jobs.  Returns the tokens left over when all jobs are finished.
 
-        Each key gets the same share, and each job of a key the same share of that.
+        Each key gets the same share, and divides it equally among its jobs.
         """
         keys = self.keys
         while num_tokens > NOTHING and keys:
@@ -170,9 +170,9 @@ class Fluid:
     """
 
     def __init__(self) -> None:
-        # Jobs that are not planned to their end.
+        # Jobs with tokens still to be planned.
         self.open: dict[SequenceId, Job] = {}
-        # By the first part of an `Order`, its priority.  The smaller comes first.
+        # Maps a priority, the first part of an `Order`, to its fluid.  Smaller numbers come first.
         self._levels: dict[int, _Level] = {}
 
     def __repr__(self) -> str:
@@ -180,24 +180,25 @@ class Fluid:
 
     @property
     def num_overdue_tokens(self) -> int:
-        """Tokens of jobs that the fluid has finished and the engine has not: 0 by the law, unless blocks are missing."""
+        """Unplanned tokens of jobs that the fluid has finished: 0 by the law, unless prompts lack KV blocks."""
         overdue = (level.overdue.values() for level in self._levels.values())
         return sum(job.num_tokens for jobs in overdue for job in jobs)
 
     def enter(self, id: SequenceId, key: str, order: Order, num_tokens: int, size: int) -> None:
-        """Add the tokens that a sequence must compute.
+        """Add a job with the tokens that a sequence must compute.  It replaces the sequence's earlier job.
 
-        Replaces its earlier job. `num_tokens` are still to be planned, and `size` is the length of the job in the
-        fluid.
+        Args:
+            num_tokens: tokens still to be planned.
+            size: the length of the job in the fluid.
         """
         self.leave(id)
         job = self.open[id] = Job(id, key, order, num_tokens, float(size))
         self._levels.setdefault(order[0], _Level()).insert(job)
 
     def leave(self, id: SequenceId) -> None:
-        """Remove the unplanned tokens of a sequence.  Planned tokens stay, because they are computed.
+        """Remove the unplanned tokens of a sequence that ends, is preempted or moves to another replica.
 
-        Used when a sequence ends, is preempted or is moved to another replica.
+        Its planned tokens stay in the fluid, because the device computes them.
         """
         job = self.open.pop(id, None)
         if job is None:
@@ -210,10 +211,7 @@ class Fluid:
             level.resize(job, float(job.num_planned))
 
     def correct(self, id: SequenceId, num_tokens: int) -> None:
-        """Correct the number of tokens that a sequence has still to compute.
-
-        A preemption, a cache hit or an output may have changed it.
-        """
+        """Correct the number of unplanned tokens of a sequence, after a preemption, a cache hit or an output."""
         job = self.open[id]
         if num_tokens == job.num_tokens:
             return
@@ -223,9 +221,9 @@ class Fluid:
             self._levels[job.order[0]].resize(job, size)
 
     def plan(self, counts: dict[SequenceId, int]) -> None:
-        """Note the tokens of open jobs in a plan, and advance the fluid by the same number.
+        """Record the tokens that a plan computes for open jobs, and advance the fluid by their total.
 
-        Both then have done the same amount of work, which keeps their order comparable.
+        The engine and the fluid then have done the same amount of work.  The law compares them on this basis.
         """
         for id, count in counts.items():
             job = self.open[id]
@@ -240,14 +238,14 @@ class Fluid:
             num_tokens = self._levels[rank].advance(num_tokens)
             if num_tokens <= NOTHING:
                 break
-        # A busy period ends.
+        # A busy period has ended: start the meters at zero again.
         if not self.open:
             self._levels.clear()
 
     def ahead_of(self, key: str, order: Order, size: float) -> Iterator[Job]:
-        """Yield the open jobs that would precede a job that entered now, in any order.
+        """Yield, in no particular order, the open jobs that would precede a job of this size that entered now.
 
-        Their total size gives the expected time to the first token of the new one.
+        Their unplanned tokens give the expected time to first token of the new job.
         """
         for rank in sorted(self._levels):
             level = self._levels[rank]
@@ -261,10 +259,10 @@ class Fluid:
                 yield from level.ahead_of(key, size)
 
     def order(self) -> Iterator[Job]:
-        """Yield the open jobs in order.  The fluid must not change during the iteration.
+        """Yield the open jobs in the order in which to compute them.  The fluid must not change during the iteration.
 
-        Higher priorities come first, then jobs that the fluid has already finished, then the others by their end in
-        the fluid.
+        They are sorted by priority.  Within a priority, overdue jobs come first, then the others by the time at which
+        the fluid finishes them.
         """
         for rank in sorted(self._levels):
             level = self._levels[rank]

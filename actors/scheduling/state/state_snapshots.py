@@ -1,29 +1,29 @@
-"""Snapshots of recurrent states: rows of the device's state pool, and the rules by which sequences write and read them.
+"""Decide when to snapshot recurrent states, and which snapshot a sequence restores.  Rows are those of the device's state pool.
 
-A recurrent mixer keeps one state for all tokens so far, so a cached prefix is only usable where a copy of the state exists.
-Row i belongs to request slot i. The rows behind the slots are snapshots: each contains the state at a block boundary and has the
-hash of the block that ends there, or it is held for the siblings of one request (a *fork*).
+A recurrent mixer summarizes all tokens so far in one state, so a cached prefix is usable only up to a position with a copy of the state.
+Row i of the pool is the working state of request slot i. The remaining rows are snapshots. A snapshot contains the state at a block
+boundary, under the hash of the block that ends there, or the state for the siblings of one request (a *fork*).
 
 Laws:
 1. A row is free, pending (a step in flight or a fetch from the tier writes it), offered under a hash, or a fork.
-2. A row is offered only after the step that wrote it was answered, under the hash of the position for which it was planned.
-3. A hit consists of the longest run of cached blocks whose last block has a snapshot. Without a snapshot there is no hit.
-4. A row that is given back may still be written by a step in flight. Steps run in order, so its next owner writes later.
-5. Rows are never a reason to wait: without a row, a state is not saved.
-6. While the tier on disk holds a row, nothing writes to it. It may be withdrawn, but it is free only after `release`.
+2. A row is offered only after the device has answered the step that wrote it, under the hash of the position for which it was planned.
+3. A hit is the longest run of cached blocks whose last block has a snapshot. Without a snapshot there is no hit.
+4. A step in flight may still write a freed row. This is harmless: steps run in order, so the row's next owner writes later.
+5. No sequence waits for a row: if none can be taken, the state is not saved.
+6. While the tier on disk holds a row, nothing writes to it. It may be withdrawn, but it becomes free only after `release`.
 
-Rows are few and large, so they are written rarely: at the last boundary before the last known token, at the boundary up to which
-others have computed the prompt's KV (a *junction*), and else after `interval` tokens. A step writes them while it computes a chunk, so
-none of this changes where chunks end.
+Rows are few and large, so snapshots are taken rarely: at the last boundary before the last known token, at the boundary up to which
+other prompts have computed the same KV (a *junction*), and otherwise every `interval` tokens. A step saves states in the middle of a
+chunk, so snapshots do not change chunk sizes.
 
-Which part of a new prompt others will share is unknown. So there are *guesses* too: snapshots inside a prompt, a tenth of the
-position apart, from which the second prompt with the same beginning finds nine tenths of it. A guess takes a free row or that of
-another guess, never that of another snapshot, until a prompt has begun with it. Guesses of the steps in flight take at most half of
-the rows, so that other snapshots find one.
+Which part of a new prompt later prompts will share is unknown. So the policy also saves *guesses*: snapshots inside a prompt at
+intervals of a tenth of the position, so the next prompt with the same beginning can reuse at least nine tenths of it. A guess takes
+a free row or evicts another guess, but never a proven snapshot. It is proven once a prompt has started from it. Guesses of the steps in
+flight take at most half of the rows, so that rows remain for other snapshots.
 
-Drafts move a sequence on by a number of tokens that is unknown when a step is planned. But a state can be saved only at a position
-that a plan knows: behind the known tokens of a step, before its drafts. So drafts do not reach the boundary where the next snapshot
-is due (`next_save`), and a step without drafts in flight ends exactly there.
+How many draft tokens a step accepts is unknown when it is planned, but a state can be saved only at a planned position: after the
+known tokens of a step, before its drafts. So drafts stop before the boundary where the next snapshot is due (`next_save`), and a
+step without drafts in flight ends exactly there.
 """
 
 from collections import OrderedDict
@@ -36,15 +36,15 @@ from trouper.actors.scheduling.state.sequence import Request, Sequence, State
 
 # Tokens between two snapshots of one growing sequence.
 SNAPSHOT_INTERVAL = 512
-# The least number of tokens between two guesses.  Below a hundred rows, reading the weights takes a good part of a step.
+# Minimum tokens between two guesses.  Finer ones save little time: much of a step under a hundred tokens is reading the weights.
 GUESS_SPACING = 96
 NO_ROW = -1
 
 
 class SnapshotRows:
-    """The rows of snapshots, numbered from `first`.
+    """Allocate the snapshot rows, numbered from `first`, and evict the least recently used.
 
-    It knows neither sequences nor positions: the owner of a taken row offers it or gives it back.
+    Independent of sequences and positions: the caller that takes a row later offers it or gives it back.
     """
 
     def __init__(self, first: int, count: int) -> None:
@@ -52,16 +52,16 @@ class SnapshotRows:
         self._free = list(reversed(range(first, first + count)))
         # The least recently used first.
         self._offered: OrderedDict[bytes, int] = OrderedDict()
-        # Those of them that no prompt has begun with; the oldest first.
+        # Offered snapshots from which no prompt has started yet.  The oldest first.
         self._guesses: OrderedDict[bytes, None] = OrderedDict()
-        # Rows that the tier on disk reads, and those of them that are not offered any more.
+        # Rows that the tier on disk is reading.  The withdrawn ones become free when it has finished.
         self._held: set[int] = set()
         self._withdrawn: set[int] = set()
         self.num_saves = self.num_evictions = 0
 
     @property
     def num_offered(self) -> int:
-        """Count the snapshots that a prompt may begin with."""
+        """Count the snapshots from which a prompt may start."""
         return len(self._offered)
 
     @property
@@ -70,9 +70,9 @@ class SnapshotRows:
         return len(self._free)
 
     def find(self, hashes: Items[bytes]) -> tuple[int, int]:
-        """Return how many of the blocks the longest snapshot covers, and its row; (0, -1) if there is none.
+        """Return the number of leading blocks that the longest snapshot covers, and its row; (0, -1) without a snapshot.
 
-        It changes nothing, because a sequence may look and not start.
+        Does not count as a use, because the sequence may fail to start.
         """
         for count in range(len(hashes), 0, -1):
             row = self._offered.get(hashes[count - 1])
@@ -81,7 +81,7 @@ class SnapshotRows:
         return 0, NO_ROW
 
     def touch(self, name: bytes) -> None:
-        """Note that a snapshot is used now, so that others give way before it. It is no guess any more."""
+        """Mark a snapshot as just used, so that it is evicted last.  It no longer counts as a guess."""
         self._offered.move_to_end(name)
         self._guesses.pop(name, None)
 
@@ -91,14 +91,14 @@ class SnapshotRows:
         return self.num_rows - len(self._offered) - len(self._free)
 
     def take(self, name: bytes | None = None, *, is_guess: bool = False) -> int:
-        """Take a row to write to, if necessary that of the oldest guess or of the least recently used snapshot.
+        """Take a row to write.  If no row is free, evict the oldest guess, else the least recently used snapshot.
 
         Args:
-            name: the hash under which the row will be offered, if it is known yet.
-            is_guess: take no row of a snapshot that is not a guess, and leave half of the rows.
+            name: the hash under which the row will be offered, if it is already known.
+            is_guess: evict guesses only, and leave half of the rows to other snapshots.
 
         Returns:
-            -1 if this snapshot exists already, or if all rows are pending or forks.
+            The row; -1 if this snapshot exists already, or if no row may be evicted.
         """
         if name is not None and name in self._offered:
             if not is_guess:
@@ -123,9 +123,9 @@ class SnapshotRows:
         return next((name for name in names if self._offered[name] not in self._held), None)
 
     def offer(self, row: int, name: bytes, *, is_guess: bool = False) -> None:
-        """Offer a row that a step has written.
+        """Make a written row available to new sequences under this name.
 
-        Two sequences may have computed the same prefix at the same time. Then the second copy is given back.
+        If another sequence has offered the same prefix meanwhile, the second copy is freed.
         """
         if name in self._offered:
             self._free.append(row)
@@ -137,13 +137,13 @@ class SnapshotRows:
             self._guesses[name] = None
 
     def give_back(self, row: int) -> None:
-        """Free a row. A step in flight may still write it, before any step that the next owner plans."""
+        """Free a taken row.  A step in flight may still write it, but before any step of the next owner."""
         self._free.append(row)
 
     def drop(self, name: bytes) -> None:
-        """Free the snapshot of a block that the prefix cache has forgotten.
+        """Free the snapshot of a block that the prefix cache has evicted.
 
-        Without the keys of its last block no sequence can begin there.
+        No sequence can start there without the keys of the block.
         """
         row = self._offered.get(name)
         if row is not None:
@@ -154,7 +154,7 @@ class SnapshotRows:
                 self._free.append(row)
 
     def hold(self, name: bytes) -> int:
-        """Keep the row of an offered snapshot unchanged until `release`. Returns -1 if there is none, or if it is held already."""
+        """Protect the row of an offered snapshot until `release`.  Returns the row, or -1 if it does not exist or is held already."""
         row = self._offered.get(name, NO_ROW)
         if row in self._held:
             return NO_ROW
@@ -163,7 +163,7 @@ class SnapshotRows:
         return row
 
     def release(self, row: int) -> None:
-        """Let a held row be written again."""
+        """End the protection of a held row.  It becomes free if it was withdrawn meanwhile."""
         self._held.remove(row)
         if row in self._withdrawn:
             self._withdrawn.remove(row)
@@ -177,7 +177,7 @@ class SnapshotRows:
         self._guesses.pop(name, None)
 
     def withdraw(self, row: int) -> bytes | None:
-        """Free a row, and return its name, if it is offered. Takes O(rows), and is called after failures only."""
+        """Free an offered row and return its name; None if it is not offered.  Takes O(rows), and is called only after failures."""
         name = next((name for name, offered in self._offered.items() if offered == row), None)
         if name is not None:
             self.drop(name)
@@ -198,13 +198,15 @@ class StateHit(NamedTuple):
 
 
 class StateSnapshots:
-    """Decide for each sequence when its state is saved, and from which state it begins.
+    """Decide for each sequence when its state is saved, and from which state it starts.
 
     Args:
-        num_slots: the rows of running sequences, which precede the snapshots.
-        num_rows: the rows of snapshots.
-        block_size: tokens of a KV block.
-        has_cache: whether snapshots are shared as prefixes. Forks are made in any case.
+        num_slots: the number of request slots.  Their rows precede the snapshot rows.
+        num_rows: the number of snapshot rows.
+        block_size: tokens per KV block.
+        has_cache: whether other requests may start from snapshots.  Forks are made in any case.
+        interval: tokens between two snapshots of one growing sequence.
+        spacing: minimum tokens between two guesses.
     """
 
     def __init__(
@@ -220,9 +222,9 @@ class StateSnapshots:
         self.rows = SnapshotRows(num_slots, num_rows)
         self._spacing = max(block_size, spacing // block_size * block_size)
         self._block_size, self._has_cache, self._interval = block_size, has_cache, interval
-        # The states of prompts without their last token, for siblings that have not started.
+        # Rows with the state before the last prompt token, for siblings that have not started.
         self._forks: dict[RequestId, int] = {}
-        # Sequences that began with a snapshot, and tokens whose KV was in the cache, but whose state was not.
+        # Sequences started from a snapshot, and tokens recomputed because only their KV was cached, not the state.
         self.num_hits = self.num_state_misses = 0
 
     def __repr__(self) -> str:
@@ -242,33 +244,33 @@ class StateSnapshots:
             "num_state_misses": self.num_state_misses,
         }
 
-    # Where a sequence begins
+    # Start
 
     def hit(self, hashes: Items[bytes], num_cached: int) -> StateHit:
-        """Find the prefix that a sequence may begin with.
+        """Find the longest cached prefix from which a sequence may start.
 
         Args:
-            hashes: of its blocks.
-            num_cached: the leading blocks whose KV is in the cache.
+            hashes: the hashes of its blocks.
+            num_cached: the number of leading blocks with cached KV.
         """
         count, row = self.rows.find(hashes[:num_cached])
         junction = num_cached * self._block_size if num_cached > count else 0
         return StateHit(count, row, junction)
 
     def fork_row(self, request: Request) -> int:
-        """Return the row with the state of the prompt without its last token; -1 if there is none.
+        """Return the row with the state before the last prompt token, or -1.
 
-        Siblings compute only the last token, as with keys and values.
+        Siblings that start from it compute only the last prompt token.
         """
         return self._forks.get(request.admit.id, NO_ROW)
 
     def begin(self, sequence: Sequence, start: int, row: int) -> list[bytes]:
-        """Note that a sequence begins at a position, with the state of a row unless it is -1.
+        """Start a sequence at a position, from the state in a row (-1: from the empty state).
 
-        The device copies that row into the slot before the sequence's first step.
+        The device copies the row into the sequence's slot before its first step.
 
         Returns:
-            The name of the snapshot, if it is one. It is no guess any more.
+            The name of the snapshot, if the row is one.  It no longer counts as a guess.
         """
         marks = sequence.marks
         marks.restore, marks.last_saved = row, start
@@ -281,15 +283,15 @@ class StateSnapshots:
             return [name]
         return []
 
-    # What is saved
+    # Save
 
     def save(self, sequence: Sequence, start: int, end: int) -> list[tuple[int, int, int]]:
-        """Take rows for the states of a planned sequence that are worth one, behind its positions `start` + 1 … `end`.
+        """Choose the positions in `start` + 1 … `end` after which a step saves the sequence's state, and take their rows.
 
-        Called once the step is final, because a sequence that leaves it would leave its rows behind.
+        Called once the step is final, because rows of a sequence that is removed from the step would leak.
 
         Returns:
-            elements of `StepPlan.saves`.
+            The elements of `StepPlan.saves`.
         """
         saves: list[tuple[int, int, int]] = []
 
@@ -307,7 +309,7 @@ class StateSnapshots:
             return saves
         guesses = [*self._guesses(sequence, start, end)]
         for position in self._due(sequence, start, end, guesses):
-            # The tokens in flight are not known yet.
+            # The hash of tokens in flight is unknown.
             is_known = position <= sequence.num_tokens
             take(position, self._name(sequence, position) if is_known else None)
         for position in guesses:
@@ -315,7 +317,7 @@ class StateSnapshots:
         return saves
 
     def _due(self, sequence: Sequence, start: int, end: int, guesses: Items[int]) -> list[int]:
-        """Return the positions of snapshots that are no guesses."""
+        """Return the positions of snapshots other than guesses."""
         marks = sequence.marks
         points = sorted({marks.junction, self._last_boundary(sequence)})
         due = [point for point in points if start < point <= end]
@@ -334,9 +336,9 @@ class StateSnapshots:
         return -(-(sequence.marks.last_saved + self._interval) // size) * size
 
     def _guesses(self, sequence: Sequence, start: int, end: int) -> Iterator[int]:
-        """Yield the positions of guesses behind `start`, up to `end` and before the last boundary of the prompt.
+        """Yield the positions of guesses after `start`, up to `end` and before the last boundary of the prompt.
 
-        The positions do not depend on the sequence, so that prompts with the same beginning save each of them once.
+        All prompts use the same positions, so prompts with the same beginning save each state only once.
         """
         size, point = self._block_size, 0
         last = min(end, (sequence.num_prompt - 1) // size * size - 1)
@@ -352,9 +354,9 @@ class StateSnapshots:
         return (sequence.num_tokens - 1) // self._block_size * self._block_size
 
     def _fork_point(self, sequence: Sequence) -> int:
-        """Return where siblings begin if they wait for this prompt, or 0.
+        """Return the position at which siblings of this sequence start, or 0 if it needs no fork.
 
-        At a block boundary the snapshot of the prefix cache serves them.
+        At a block boundary they start from an ordinary snapshot.
         """
         request, point = sequence.request, sequence.num_prompt - 1
         leads = sequence.index == 0 and bool(request.deferred) and not sequence.output
@@ -366,15 +368,13 @@ class StateSnapshots:
     def _name(self, sequence: Sequence, end: int) -> bytes:
         return sequence.hash_blocks(end // self._block_size, self._block_size)[-1]
 
-    # What becomes of it
+    # After the step
 
     def land(self, sequence: Sequence, end: int) -> list[bytes]:
-        """Note that the step which brought a running sequence to position `end` was answered.
-
-        Its saved states exist now, and all tokens up to `end` are known, so they are offered.
+        """Offer the states saved up to position `end`, because the device has answered the step that wrote them.
 
         Returns:
-            The names of snapshots that are no guesses.
+            The names of the new snapshots other than guesses.
         """
         marks, found = sequence.marks, list[bytes]()
         marks.restore = NO_ROW
@@ -390,14 +390,14 @@ class StateSnapshots:
                 if not is_guess:
                     found.append(name)
             else:
-                # The siblings have ended meanwhile.
+                # A fork point whose siblings have ended meanwhile.
                 self.rows.give_back(row)
         return found
 
     def undo(self, sequence: Sequence) -> None:
-        """Give back the rows that cancelled steps would have written.
+        """Free the rows that cancelled steps would have written.
 
-        The sequence is planned again from its last answered position, and takes new rows then.
+        The sequence is planned again from its last answered position, and then takes new rows.
         """
         marks = sequence.marks
         for end in [end for end in marks.saving if end > sequence.num_computed_on_device]:
@@ -405,7 +405,7 @@ class StateSnapshots:
         marks.last_saved = min(marks.last_saved, sequence.num_computed_on_device)
 
     def leave(self, sequence: Sequence) -> None:
-        """Give back the pending rows of a sequence that loses its slot."""
+        """Free the pending rows of a sequence that loses its slot."""
         marks = sequence.marks
         for row in marks.saving.values():
             self.rows.give_back(row)
@@ -413,27 +413,27 @@ class StateSnapshots:
         marks.restore = NO_ROW
 
     def distrust(self, sequence: Sequence) -> bytes | None:
-        """Withdraw the snapshot with which a sequence began, because its first step failed, and return its name.
+        """Withdraw the snapshot from which a sequence started, because its first step failed, and return its name.
 
-        Otherwise a bad snapshot would fail every sequence that begins with it.
+        Otherwise a corrupt snapshot would fail every sequence that starts from it.
         """
         return self.rows.withdraw(sequence.marks.restore)
 
     def note_start(self, request: Request) -> None:
-        """Give the fork of a request back when its last sibling has started."""
+        """Free the fork of a request once its last sibling has started."""
         if request.admit.id in self._forks and not any(
             sibling.state is State.WAITING for sibling in request.sequences
         ):
             self.close(request.admit.id)
 
     def close(self, id: RequestId) -> None:
-        """Give the fork of a request back."""
+        """Free the fork of a request, if it has one."""
         row = self._forks.pop(id, NO_ROW)
         if row >= 0:
             self.rows.give_back(row)
 
     def reset(self) -> None:
-        """Forget all snapshots and forks, because the device's memory is lost or the prefix cache is reset."""
+        """Free all snapshots and forks, because the device's memory was lost or the prefix cache is reset."""
         self.rows.reset()
         for id in list(self._forks):
             self.close(id)

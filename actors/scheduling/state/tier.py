@@ -1,16 +1,16 @@
-"""Decide which KV blocks go to the tier on disk, and which of them come back.  Pure.
+"""Decide which KV blocks are stored in the tier on disk, and which are fetched from it.  Pure: the device does the I/O.
 
-The tier fills the prefix cache and does nothing else: a fetched block becomes a cached prefix, and sequences start from the
-cache as ever.  What is on the disk is a hint.  A missing or damaged file costs a computation.
+The tier only refills the prefix cache: a fetched block becomes a cached prefix, and sequences start from the cache as usual.
+Its view of the disk is a hint: if a file is missing or damaged, the tokens are computed instead.
 
 Laws:
-1. A block is in an order only while it is held, so no plan writes to it.  `cancel` gives all blocks back at once: the device forgets its
-   orders before it computes a later plan.
-2. No sequence waits without an end.  It waits for a fetch until its deadline: at most the time of computing the same tokens.
-3. The tier never takes a block from a sequence.  It takes free blocks down to a reserve, and gives them back when blocks are short.
-4. A missing name is not fetched again until the device reports it anew.  So the fetches for a sequence end.
-5. A recurrent state is on the disk under the name of the block that it follows.  A sequence that needs one waits only for blocks up to the
-   deepest state that is in memory or on the disk, since it cannot begin behind it.
+1. The tier holds a reference to each block in an unanswered order, so no plan overwrites it.  `cancel` frees these blocks at once, because
+   the device drops its orders before it runs a later plan.
+2. Every wait for a fetch has a deadline: at most the time to compute the same tokens.
+3. The tier never takes a block from a sequence.  It uses only free blocks beyond a reserve, and returns them when blocks run short.
+4. After a failed fetch, a name is not fetched again until the device reports it again.  So the fetches for a sequence come to an end.
+5. A recurrent state is stored under a name derived from that of the block before it.  A sequence of a recurrent model waits only for
+   blocks up to the last state in memory or on disk, since it cannot start after a later block.
 """
 
 from collections import Counter, OrderedDict, deque
@@ -24,59 +24,60 @@ from trouper.actors.scheduling.state.kv_blocks import FIRST_PARENT, KVBlocks
 from trouper.actors.scheduling.state.sequence import Sequence, State
 from trouper.actors.scheduling.state.state_snapshots import StateSnapshots
 
-# Orders to store without an answer.  Each holds a block, or one of them the row of a state: rows are few.
+# Unanswered store orders.  Each holds one block.  At most one of them holds a state row instead, because rows are scarce.
 MAX_STORES = 4
-# Names that wait to be stored: 4,096 of 200 bytes.  Later ones are not stored.
+# Names queued to be stored, of about 200 bytes each.  When the queue is full, new names are skipped.
 MAX_QUEUED = 4096
-# Blocks of one fetch.  One fetch is under way at a time, and its names have 1 kB.
+# Blocks per fetch.  Only one fetch runs at a time, and its names take 1 kB.
 MAX_FETCH = 32
-# Sequences with a fetch: 256 references.  Others compute at once.
+# Sequences with blocks to fetch.  Further sequences compute their prompts at once.
 MAX_SOUGHT = 256
-# Touches without an answer.  Later ones are dropped, because they only improve the order of removal.
+# Unanswered touch orders, which only improve the order of eviction on disk.
 MAX_TOUCHES = 2
-# States to remove.  Later ones stay on the disk, but are not fetched by this engine.
+# Suspect states queued for removal.  Further ones stay on the disk, but this engine does not fetch them.
 MAX_DISTRUSTED = 256
-# The orders without an answer: stores, touches, a removal, a fetch, and one to cancel.
+# All unanswered orders: stores, touches, one removal, one fetch, and one cancel or clear.
 MAX_ORDERS = MAX_STORES + MAX_TOUCHES + 3
-# A tenth of the free blocks, but at least this many, stays for sequences.
+# The tier leaves a tenth of the free blocks, but at least this many, to sequences.
 RESERVE = 2
-# The deadline of a fetch in seconds while the rates of the disk and of the device are unknown, and its least value.
+# The wait for a fetch before the speeds of disk and device are measured, and the minimum wait.
 FIRST_DEADLINE_S, LEAST_DEADLINE_S = 2.0, 0.02
-# A sequence waits for this many times the usual time of its fetch: while the device computes, a fetch takes four times as long.
+# A sequence waits this many times the usual duration of its fetch, which takes four times as long while the device computes.
 PATIENCE = 8
-# A fetch must take at most this share of the time of computing the same tokens.
+# Fetch only if it takes at most this fraction of the time to compute the same tokens.
 WORTH = 0.5
-# Weight of the newest value in the averages of rates, and the factor by which each skipped fetch forgets a slow disk, and
-# each step a long one.
+# Weight of the newest value in moving averages.  Each skipped fetch multiplies the estimate of the disk's slowness by FORGET, so that
+# the disk is tried again; each step does the same to the longest step time.
 NEWEST, FORGET = 0.3, 0.95
-# Tokens of a step from which its time counts as time of computing prompts.
+# A step with at least this many tokens counts as a measurement of prompt speed.
 MIN_STEP_TOKENS = 64
 
 
 class _Sought(msgspec.Struct, eq=False):
-    """A sequence with blocks on the disk.  It is parked until its deadline or until they are fetched."""
+    """A sequence with blocks on the disk.  It is parked until they are fetched, or until its deadline."""
 
     sequence: Sequence
     names: list[bytes]
     is_parked: bool = True
-    # Unknown until the clock is read for the first time.
+    # None until the first `take_orders`, which supplies the time.
     deadline_s: float | None = None
-    # Fetches may begin at this block or behind.
+    # Fetches may start at this block or a later one.
     first: int = 0
-    # These blocks, from one up to another, were on the disk when `Tier._num_removals` was `seen`.  A long prompt has thousands.
+    # Blocks `known_from` … `known_to` - 1 were on the disk when `Tier._num_removals` was `seen`.  This cache avoids looking up the
+    # thousands of blocks of a long prompt again.
     known_from: int = 0
     known_to: int = 0
     seen: int = -1
-    # Blocks and states to fetch, and blocks that need not be computed then.
+    # Blocks and states to fetch, and the blocks whose computation this saves.
     num_blocks: int = 0
     num_states: int = 0
     num_gained: int = 0
 
 
 class _Fetch(msgspec.Struct, eq=False):
-    """The fetch under way: its own blocks, and the blocks of the prefix in front of them, held together.
+    """The fetch in progress.  It holds the blocks to fill and the blocks of the cached prefix before them.
 
-    The fetch of a state has the row to which it is written in place of blocks.
+    The fetch of a recurrent state has a `row` to fill, and no `blocks`.
     """
 
     number: int
@@ -88,42 +89,42 @@ class _Fetch(msgspec.Struct, eq=False):
 
 
 class Tier:
-    """The queues and the orders of one replica, and the names of the blocks on its disk.
+    """Track the blocks on one replica's disk, and issue the orders to store and fetch them.
 
     Args:
-        states: None if the model keeps only keys and values.
+        states: the state snapshots of a recurrent model, else None.
     """
 
     def __init__(self, blocks: KVBlocks, states: StateSnapshots | None = None) -> None:
         self._blocks, self._states = blocks, states
-        # Until the device has found out what is on the disk, nothing is ordered.
+        # No order is issued until the device has reported the files on the disk.
         self.is_open = False
         self._known: set[bytes] = set()
-        # How often names were removed from it.
+        # Removals from `_known`.  It invalidates `_Sought.known_to`.
         self._num_removals = 0
-        # Name to parent, the first one is stored next.
+        # Maps a name to its parent.  The first entry is stored next.
         self._queue: OrderedDict[bytes, bytes] = OrderedDict()
-        # By the number of the order: the block or the row, its name and its parent's.
+        # Maps an order's number to its block or row, its name and its parent's name.
         self._stores: dict[int, tuple[int, bytes, bytes]] = {}
         self._sought: deque[_Sought] = deque()
         self._fetch: _Fetch | None = None
         self._touched: OrderedDict[bytes, None] = OrderedDict()
         self._touches: set[int] = set()
-        # States whose files must be removed, until that is answered; and the number of the order for the first one, 0 without it.
+        # States to remove from the disk.  `_removal` is the number of the unanswered order to remove the first one, else 0.
         self._distrusted: OrderedDict[bytes, None] = OrderedDict()
         self._removal = 0
-        # A cancel or clear, not sent yet.
+        # A cancel or clear order to send.
         self._pending: TierOrder | None = None
-        # The one sent last.  Nothing is ordered before its answer.
+        # An unanswered cancel or clear order.  Until its answer, no other order is issued.
         self._barrier: TierOrder | None = None
-        # Sequences that wait no longer, until `take_free`.
+        # Sequences to unpark, until `take_free`.
         self._free: list[Sequence] = []
         self._number = 0
-        # Counts losses of the device, which refuses orders of an older epoch.
+        # Counts device losses.  The device refuses orders of an older epoch.
         self._epoch = 0
-        # Averages: seconds to fetch a block or a state, and to compute a token.
+        # Moving averages of the time to fetch a block, to fetch a state, and to compute a token.
         self._block_s = self._state_s = self._token_s = 0.0
-        # The longest of the latest steps.
+        # A decaying maximum of step times.
         self._step_s = 0.0
         self.counts: Counter[str] = Counter()
         self.skipped: Counter[str] = Counter()
@@ -153,17 +154,17 @@ class Tier:
         return min(deadlines, default=None)
 
     def take_free(self) -> list[Sequence]:
-        """Take the sequences that wait no longer, since the last call."""
+        """Return and clear the sequences to unpark, because their fetch is complete, late or cancelled."""
         free, self._free = self._free, []
         return free
 
     # What the policy reports
 
     def offer(self, name: bytes, parent: bytes) -> None:
-        """Queue a new cached prefix, to store it.
+        """Queue a newly cached block or state to be stored.
 
         Args:
-            parent: the name of the block before it, or `FIRST_PARENT`; of a state, the name of its block.
+            parent: the name of the block before it, or `FIRST_PARENT`. For a state, the name of the block that it follows.
         """
         if name in self._known or name in self._queue or name in self._distrusted:
             return
@@ -173,9 +174,9 @@ class Tier:
         self._queue[name] = parent
 
     def distrust(self, name: bytes) -> None:
-        """Remove the state behind this block, because a step that began with it has failed.
+        """Remove the state after this block from the disk, because a step that started from it failed.
 
-        Otherwise its file would fail a request after each start of the engine.
+        Otherwise a corrupt file would fail another request after each restart of the engine.
         """
         state = state_of(name)
         self._remove_known((state,))
@@ -186,13 +187,13 @@ class Tier:
             self.skipped["full"] += 1
 
     def note_computed(self, num_tokens: int, seconds: float) -> None:
-        """Learn the duration of steps, and from steps with prompts the time of computing a token."""
+        """Record the duration of a step.  Steps with many tokens also update the estimated time per token."""
         self._step_s = max(seconds, FORGET * self._step_s)
         if num_tokens >= MIN_STEP_TOKENS and seconds > 0:
             self._token_s = _average(self._token_s, seconds / num_tokens)
 
     def seek(self, sequence: Sequence) -> bool:
-        """Look for blocks of a new sequence on the disk.  Returns whether it must be parked until they are fetched."""
+        """Look up a sequence's blocks on the disk.  Returns True if the caller must park it until they are fetched."""
         if not self._known or len(self._sought) >= MAX_SOUGHT:
             return False
         size = self._blocks.block_size
@@ -214,7 +215,7 @@ class Tier:
         return True
 
     def _reach(self, sought: _Sought) -> tuple[list[int], int, int]:
-        """Return the cached blocks, behind how many a sequence can begin now, and behind how many after fetches."""
+        """Return the cached blocks, the number of blocks that a sequence can skip now, and the number after all fetches."""
         names = sought.names
         cached = self._blocks.match(names)
         num_cached = len(cached)
@@ -231,11 +232,11 @@ class Tier:
         return cached, usable, reach
 
     def _is_ready(self, names: list[bytes], count: int) -> bool:
-        """Whether a sequence can begin behind this many blocks as soon as they are in memory."""
+        """Whether a sequence can skip this many blocks once they are in memory, without fetching a recurrent state."""
         return self._states is None or names[count - 1] in self._states.rows
 
     def _known_end(self, sought: _Sought, start: int) -> int:
-        """Return the end of the blocks on the disk that follow `start`.  It looks only behind those that it has seen."""
+        """Return the end of the run of blocks on the disk from `start`.  Continues from the last lookup while that is still valid."""
         names = sought.names
         is_seen = sought.known_from <= start <= sought.known_to
         if sought.seen != self._num_removals or not is_seen:
@@ -253,10 +254,10 @@ class Tier:
             self._num_removals += 1
 
     def _is_worth(self, sought: _Sought) -> bool:
-        """Whether a fetch is quicker than computing, as far as the rates are known."""
+        """Whether a fetch is clearly faster than computing.  True while the speeds are unmeasured."""
         fetch = self._fetch
         if fetch is not None and not fetch.sought.is_parked:
-            # Its deadline has passed: the disk hangs or is slow.
+            # The running fetch missed its deadline: the disk hangs or is slow.
             self.skipped["deadline"] += 1
             return False
         if self._token_s and self._fetch_s(sought) > WORTH * self._compute_s(sought):
@@ -280,7 +281,7 @@ class Tier:
                 self._touched.popitem(last=False)
 
     def note(self, answer: TierAnswer) -> None:
-        """Take an answer of the device."""
+        """Apply the device's answer to an order, with the changes to the files on the disk."""
         if answer.is_anew:
             self.is_open = True
             self._remove_known(self._known)
@@ -307,7 +308,7 @@ class Tier:
             self._take_in(fetch, answer)
 
     def _let_go(self, place: int, name: bytes) -> None:
-        """Release what an order to store holds."""
+        """Release the block or state row that a store order holds."""
         if is_state(name):
             assert self._states is not None
             self._states.rows.release(place)
@@ -315,7 +316,7 @@ class Tier:
             self._blocks.free([place])
 
     def _take_in(self, fetch: _Fetch, answer: TierAnswer) -> None:
-        """Offer what was fetched as a prefix, and go on with the rest of the same sequence."""
+        """Register fetched blocks in the prefix cache.  The rest of the sequence's blocks are fetched by later orders."""
         self._fetch, count, sought = None, answer.num_done, fetch.sought
         if fetch.row is not None:
             self._take_in_state(fetch, fetch.row, answer)
@@ -327,7 +328,7 @@ class Tier:
         if answer.seconds > 0:
             self._block_s = _average(self._block_s, answer.seconds / max(1, count))
         if count < len(fetch.names):
-            # The rest of the chain may be damaged as well.  It is computed and stored again, which checks the files.
+            # Later blocks may be damaged too.  They are computed and stored again, which checks the files.
             start = len(fetch.prefix) + count
             self._remove_known(sought.names[start:])
             self.counts["miss"] += 1
@@ -335,7 +336,7 @@ class Tier:
         self._end_if_ready(sought)
 
     def _take_in_state(self, fetch: _Fetch, row: int, answer: TierAnswer) -> None:
-        """Offer a fetched state.  If it was not there, the sequence may begin with one that follows fewer blocks."""
+        """Offer a fetched state as a snapshot.  If its file was missing, look for a state after fewer blocks."""
         states, (state,) = self._states, fetch.names
         assert states is not None
         name = fetch.sought.names[len(fetch.prefix) - 1]
@@ -353,13 +354,13 @@ class Tier:
             self._end_if_ready(fetch.sought)
 
     def _end_if_ready(self, sought: _Sought) -> None:
-        """Look for no more blocks of a sequence if there are none with which it could begin later."""
+        """Stop fetching for a sequence if no further fetch would let it skip more blocks."""
         _, usable, reach = self._reach(sought)
         if reach <= usable:
             self._end(sought)
 
     def _end(self, sought: _Sought) -> None:
-        """Look for no more blocks of a sequence."""
+        """Stop fetching for a sequence, and unpark it."""
         self._sought.remove(sought)
         self._release(sought)
 
@@ -369,23 +370,23 @@ class Tier:
             self._free.append(sought.sequence)
 
     def expire(self, now: float) -> None:
-        """Let sequences go at their deadline.  What arrives later still becomes a prefix."""
+        """Unpark sequences whose deadline has passed.  Blocks that arrive later still enter the prefix cache."""
         for sought in self._sought:
             if sought.is_parked and sought.deadline_s is not None and sought.deadline_s <= now:
                 self.skipped["deadline"] += 1
                 self._release(sought)
                 fetch = self._fetch
                 if fetch is not None and fetch.sought is sought:
-                    # At least this slow: `expire` is called at the deadline.
+                    # The fetch is at least as slow as computing, because it missed its deadline.
                     if fetch.row is None:
                         self._block_s = max(self._block_s, self._token_s * self._blocks.block_size)
                     else:
                         self._state_s = max(self._state_s, self._compute_s(sought))
 
-    # What the device shall do
+    # Orders to the device
 
     def take_orders(self, now: float) -> list[TierOrder]:
-        """Return the orders to send before the next plan, and start the clocks of the sequences that wait."""
+        """Return the orders to send before the next plan, and set the deadlines of newly parked sequences."""
         orders = self.take_cancel()
         ahead_s = 0.0
         for sought in self._sought:
@@ -407,7 +408,7 @@ class Tier:
         return orders
 
     def _next_stores(self) -> list[TierOrder]:
-        """Order the queued stores for which there is room, and hold what they read."""
+        """Issue store orders up to the limit, and hold the blocks and rows that they read."""
         orders: list[TierOrder] = []
         while self._queue and len(self._stores) < MAX_STORES:
             name, parent = self._queue.popitem(last=False)
@@ -428,7 +429,7 @@ class Tier:
         return orders
 
     def _hold_block(self, name: bytes) -> int | None:
-        """Hold a block to store it.  Returns -1 if it is not cached any more, and None while too few blocks are free."""
+        """Hold a block to store it.  Returns -1 if it is no longer cached, and None while too few blocks are free."""
         found = self._blocks.match([name])
         if found and self._blocks.num_idle(found) and not self._num_spare():
             return None
@@ -436,10 +437,10 @@ class Tier:
         return found[0] if found else -1
 
     def _hold_state(self, name: bytes) -> int | None:
-        """Hold the row of the state behind a block, to store it.
+        """Hold the row of the state after a block, to store it.
 
         Returns:
-            -1 if the state is gone, or its block is not on the disk; None while another state is being stored.
+            The row; -1 if the state was evicted or its block is not on the disk; None while another state is being stored.
         """
         under_way = {stored for _, stored, _ in self._stores.values()}
         if any(map(is_state, under_way)):
@@ -449,14 +450,14 @@ class Tier:
         return self._states.rows.hold(name)
 
     def _patience_s(self, sought: _Sought, ahead_s: float) -> float:
-        """Return how long a sequence waits for what it looks for.
+        """Return how long a sequence may wait for its fetches.
 
         Args:
-            ahead_s: the time of fetching it and what the sequences in front look for.
+            ahead_s: the estimated time of its own fetches and of those queued before them.
         """
         computing_s = self._compute_s(sought) or FIRST_DEADLINE_S
         fetching_s = PATIENCE * ahead_s or computing_s
-        # The device takes an order behind the plans in flight.
+        # The device runs an order only after the plans in flight.
         fetching_s += 2 * self._step_s
         return max(LEAST_DEADLINE_S, min(fetching_s, computing_s))
 
@@ -471,7 +472,7 @@ class Tier:
         return TierOrder(self._number, kind, blocks, names, parent, self._epoch)
 
     def _next_fetch(self) -> TierOrder | None:
-        """Order what is next for the first sequence that still needs something."""
+        """Return the next fetch of the first sequence that still needs one, and drop the sequences before it."""
         for sought in list(self._sought):
             if (order := self._fetch_for(sought)) is not None:
                 return order
@@ -479,7 +480,7 @@ class Tier:
         return None
 
     def _fetch_for(self, sought: _Sought) -> TierOrder | None:
-        """Order the next blocks of a sequence, or the state behind them.  Returns None if that is not possible or has no use."""
+        """Order the next blocks of a sequence, or the state after them.  Returns None if a fetch is impossible or useless."""
         if sought.sequence.state not in (State.WAITING, State.PREEMPTED):
             return None
         blocks, names = self._blocks, sought.names
@@ -490,7 +491,7 @@ class Tier:
         start = len(prefix)
         if start == reach:
             return self._fetch_state(sought, prefix)
-        # Its blocks may have been reused since; they are not fetched twice.
+        # A fetched block was evicted already.  Fetching it a second time might never end.
         if start < sought.first:
             return None
         blocks.share(prefix)
@@ -520,7 +521,7 @@ class Tier:
         return max(0, free - max(RESERVE, free // 10))
 
     def take_cancel(self) -> list[TierOrder]:
-        """Return the order that must reach the device before any later plan, if there is one."""
+        """Return the pending cancel or clear order, if any.  It must reach the device before any later plan."""
         pending = self._pending
         if pending is None or self._barrier is not None or not self.is_open:
             return []
@@ -528,9 +529,9 @@ class Tier:
         return [pending]
 
     def cancel(self) -> bool:
-        """Give back all blocks at once.  Returns False if none was held.
+        """Free all blocks and rows that the tier holds.  Returns False if it held none.
 
-        Stores without an answer are queued again.
+        Unanswered stores are queued again.
         """
         if not self._stores and self._fetch is None:
             return False
@@ -540,7 +541,7 @@ class Tier:
         return True
 
     def clear(self) -> None:
-        """Remove all files of this model, as soon as the device has found out which they are."""
+        """Remove all files of this model, once the device has listed them."""
         self._drop()
         self._queue.clear()
         self._remove_known(self._known)
@@ -548,9 +549,9 @@ class Tier:
         self._pending = self._order("clear")
 
     def lose(self) -> None:
-        """Note that the device is lost, and with it all orders.  It reports its files again when it is back.
+        """Drop all orders, because the device was lost.  After its restart it reports its files again.
 
-        An order to clear without an answer is given again then.
+        An unanswered clear order is then repeated.
         """
         self._drop()
         self._epoch += 1

@@ -1,17 +1,17 @@
-"""Layers with a sliding window: which blocks their sequences give back, and which of these a later prompt may begin with.
+"""Free the KV blocks that have left a sliding window, and find the cached prefixes of models with windows.
 
-A block table has one entry for each group of layers, block by block (`KVLayout`).  An entry is the null block if the group no longer
-needs the block.  The names of blocks in the prefix cache contain the group.
+A block table contains one entry per block and group of layers (`KVLayout`).  An entry is the null block once the group no longer
+needs the block.  Names in the prefix cache include the group, because groups free their blocks at different times.
 
 Laws:
-1. A block is given back when its last token is behind the window of the next token to compute.  That token follows the last *answered*
+1. A block is freed when the next token to compute no longer sees its last token.  The next token is the one after the last *answered*
    step, because a failed step is computed again.
-2. No step reads an entry that is the null block.
-3. A prompt begins at the longest prefix whose last blocks are cached in every group: all blocks of groups without a window, and of
-   the others those that the next token sees.  Otherwise a hit would read what is not there.
-4. A block that is given back stays a good prefix only before a *cut*: the end of the prompt, the end of the sequence, and the
-   position up to which several prompts agree.  Other blocks keep their name until they are allocated again (`KVBlocks.spare`), but
-   this happens before the blocks of any cut are.  Otherwise old windows would push out what the next turn of a conversation begins with.
+2. No step reads a null block.
+3. A cached prefix is usable if all its blocks are cached for groups without a window and, for the other groups, the blocks that
+   the next token sees.  Otherwise attention would read null blocks.
+4. A freed block is worth keeping only if it is within a window before a *cut*: the end of the prompt, the end of the sequence, or a
+   position up to which several prompts agree.  Other freed blocks stay in the prefix cache, but are reused first (`KVBlocks.spare`).
+   Otherwise useless old windows would evict the blocks from which the next turn of a conversation starts.
 """
 
 from collections import OrderedDict
@@ -22,13 +22,16 @@ from typing import NamedTuple
 from trouper.actors.scheduling.state.kv_blocks import KVBlocks
 from trouper.actors.scheduling.state.sequence import Sequence
 
-# Positions up to which prompts agree, of which the blocks are kept.  A system prompt takes one.
+# Remembered positions up to which several prompts agree.  A system prompt takes one.
 MAX_JUNCTIONS = 1024
 NULL_BLOCK = 0
 
 
 class WindowHit(NamedTuple):
-    """The cached prefix of a sequence: its length in blocks, its table, and the blocks that are cached without their windows."""
+    """The cached prefix of a sequence: its length in blocks, and its block table.
+
+    `junction` is the longer prefix, in blocks, that is cached only in the groups without a window; 0 if there is none.
+    """
 
     num_blocks: int
     table: list[int]
@@ -36,10 +39,10 @@ class WindowHit(NamedTuple):
 
 
 class Windows:
-    """The rules of windows for all sequences of one replica.
+    """Apply the laws of windows to the block tables of one replica's sequences.
 
     Args:
-        blocks: the pool; its layout has a group with a window.
+        blocks: the pool.  Its layout contains at least one group with a window.
     """
 
     def __init__(self, blocks: KVBlocks) -> None:
@@ -52,19 +55,19 @@ class Windows:
             if window is not None:
                 self._groups.setdefault(window, []).append(group)
         self._most_seen = max(map(self._layout.num_seen, self._groups))
-        # The names of blocks that end where prompts part.  The least recently used first.
+        # Names of the last blocks before the positions where prompts diverge.  The least recently used first.
         self._junctions: OrderedDict[bytes, None] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"<Windows of {sorted(self._groups)} tokens, {len(self._junctions)} junctions>"
 
-    # Where a sequence begins
+    # Start
 
     def find(self, hashes: Items[bytes]) -> WindowHit:
-        """Find the longest prefix that a sequence may begin with.  It changes nothing.
+        """Find the longest usable cached prefix of a sequence, without any side effect.
 
         Args:
-            hashes: of its blocks.
+            hashes: the hashes of its blocks.
         """
         blocks, num_full = self._blocks, 0
         for name in hashes:
@@ -84,7 +87,7 @@ class Windows:
         return WindowHit(count, table, num_full if self._full and num_full > count else 0)
 
     def _gap(self, hashes: Items[bytes], count: int) -> int | None:
-        """Return the last block which a token behind the first `count` blocks sees and which is not cached, or None."""
+        """Return the last uncached block that the token after the first `count` blocks sees, or None if all are cached."""
         for i in range(count - 1, max(0, count - self._most_seen) - 1, -1):
             for window, groups in self._groups.items():
                 if i >= count - self._layout.num_seen(window) and any(
@@ -94,13 +97,13 @@ class Windows:
         return None
 
     def fork(self, leader: Sequence, num_shared: int, *, copies_next: bool) -> list[int] | None:
-        """Return the table of a sibling that begins with the first blocks of its leader.
+        """Return the block table of a sibling that shares the first blocks of its leader.
 
         Args:
-            copies_next: whether the sibling gets a copy of the leader's next block too.
+            copies_next: whether the sibling also receives a copy of the leader's next block.
 
         Returns:
-            None if the leader has given back a block that the sibling needs.
+            The table; None if the leader has freed a block that the sibling needs.
         """
         table, num = leader.blocks[: num_shared * self._num_groups], self._num_groups
         for window, groups in self._groups.items():
@@ -116,9 +119,9 @@ class Windows:
         """Count the free blocks that a sequence needs to start.
 
         Args:
-            table: the blocks with which it begins.
-            end: the position behind its first step.
-            wanted: the length for which there must be room.
+            table: its cached blocks.
+            end: the length of the sequence after its first step.
+            wanted: the length in tokens that must fit.
         """
         held = len(table) - table.count(NULL_BLOCK)
         first_step = self._blocks.num_for(end) - len(table)
@@ -127,10 +130,10 @@ class Windows:
         )
 
     def begin(self, sequence: Sequence, num_blocks: int, junction: int) -> None:
-        """Note that a sequence begins behind its first `num_blocks` blocks, and choose its cuts.
+        """Start a sequence after its first `num_blocks` blocks, and choose its cuts.
 
         Args:
-            junction: the blocks that other prompts have computed too, if their windows were missing; else 0.
+            junction: `WindowHit.junction` of its hit.
         """
         marks, size = sequence.marks, self._layout.block_size
         cuts = {(sequence.num_prompt - 1) // size}
@@ -149,10 +152,10 @@ class Windows:
             window: self._layout.num_behind(window, num_blocks * size) for window in self._groups
         }
 
-    # What it gives back
+    # Free
 
     def give_back(self, sequence: Sequence) -> None:
-        """Free the blocks of which the next token to compute sees no token."""
+        """Free the blocks that have left the windows of the next token to compute."""
         marks, blocks, table = sequence.marks, self._blocks, sequence.blocks
         for window, groups in self._groups.items():
             first = marks.behind.get(window, 0)
@@ -172,7 +175,7 @@ class Windows:
             blocks.free(kept)
 
     def are_coming(self, sequence: Sequence) -> bool:
-        """Whether the answers to its steps in flight let a sequence give blocks back."""
+        """Whether a sequence will free blocks when its steps in flight are answered."""
         position, behind = sequence.num_computed, sequence.marks.behind
         return position > sequence.num_computed_on_device and any(
             self._layout.num_behind(window, position) > behind.get(window, 0)
@@ -188,9 +191,9 @@ class Windows:
                 yield i * self._num_groups + group, _name(hashes[i], group)
 
     def forget(self, sequence: Sequence) -> None:
-        """Withdraw all blocks that a sequence has offered, those that it has given back too.
+        """Withdraw all prefixes that a sequence has offered, including the blocks that it has freed.
 
-        Their keys and values may be wrong, because a step of the sequence has failed.
+        Their keys and values may be wrong, because a step of the sequence failed.
         """
         # A sibling shares its leader's blocks before it has hashed its own tokens.
         count = sequence.num_registered
@@ -200,7 +203,7 @@ class Windows:
                 self._blocks.forget((block,))
 
     def num_held(self, sequences: Iterable[Sequence]) -> int:
-        """Count the held blocks of layers with a window.  Takes time for each block, and is called for reports only."""
+        """Count the blocks that sequences hold for layers with a window.  Takes O(blocks), and is called only for reports."""
         held: set[int] = set()
         for sequence in sequences:
             for group in (group for groups in self._groups.values() for group in groups):
@@ -209,5 +212,5 @@ class Windows:
 
 
 def _name(hash: bytes, group: int) -> bytes:
-    """Return the name of a block of one group.  The first group has the hash itself, as models with one group have."""
+    """Return the name of a block of one group.  The first group uses the plain hash, like models with a single group."""
     return hash + bytes((group,)) if group else hash
