@@ -1,13 +1,12 @@
-"""The half of a scheduling policy that generation and pooling share.
+"""Implement the parts of a scheduling policy that generation and pooling share: plans in flight, failures, pauses and counters.
 
-Both policies own a queue, send numbered plans to one device, and take the answers in the order of the plans.
-So a failed step, a lost device, a pause and the counters follow the same rules for both, which are written here once.
-A subclass decides what a plan contains, and which request is to blame for a failure.
+Both policies queue requests, send numbered plans to one device, and receive the answers in the same order, so they handle a failed step,
+a lost device and a pause alike.  A subclass decides what a plan contains, and which request is to blame for a failure.
 
 Rules.
-1. When a step fails, all later plans in flight are cancelled: the device refuses them, and nothing of them counts.
-2. When the device is lost, all plans in flight are lost with it.  Nothing is planned until `return_device`.
-3. Every failure begins a new epoch.  The device refuses plans of an earlier one.
+1. When a step fails, all later plans in flight are cancelled: the device refuses them, and they have no results.
+2. When the device is lost, all plans in flight are lost too.  Nothing is planned until `return_device`.
+3. Every failure starts a new epoch.  The device refuses plans of earlier epochs.
 """
 
 from abc import ABC, abstractmethod
@@ -29,30 +28,27 @@ RequestT = TypeVar("RequestT")
 
 
 class StepTiming(Protocol):
-    """The learnt step times of a policy: `PromptTurns` or `PoolingTime`.
+    """The measured step times of a policy: `PromptTurns` or `PoolingTime`.
 
-    A policy without it plans by numbers of tokens only.
+    A policy without them limits steps by number of tokens only.
     """
 
     budget: StepBudget
 
     def statistics(self) -> dict[str, Any]:
-        """Describe the state in the fields of `SchedulerStats`.
-
-        They become metrics, so a step that misses its budget is visible.
-        """
+        """Return the state as fields of `SchedulerStats`, which become metrics."""
         ...
 
     def take_ratios(self) -> tuple[float, ...]:
-        """Take the ratios of estimated to measured time of the steps since the last call.
+        """Return and clear the ratios of estimated to measured step time since the last call.
 
-        A ratio of 1 is a perfect estimate.  The observer shows them as a histogram.
+        A ratio of 1 is a perfect estimate.  The observer exports the ratios as a histogram.
         """
         ...
 
 
 class PolicyBase(ABC, Generic[PlanT, RequestT]):
-    """Own the plans in flight, the pause and the state of the device of one replica.
+    """Own the plans in flight, the pause and the device state of one replica.
 
     Tests read the public attributes; only the policy itself writes them.
     """
@@ -61,10 +57,10 @@ class PolicyBase(ABC, Generic[PlanT, RequestT]):
         self.config = config
         self.in_flight = in_flight
         self.pause = Pause.NONE
-        # A lost device is being started again.  A failed one is lost for good.
+        # A lost device is being restarted.  A failed one will not be restarted.
         self.is_device_lost = False
         self.has_device_failed = False
-        # Without learnt step times a step may take any time.
+        # None if steps are not limited by time.
         self.timing: StepTiming | None = None
         # With one step in flight, only one stage of a pipeline works at a time.
         self._num_stages = min(config.num_stages, config.max_steps_in_flight)
@@ -74,7 +70,7 @@ class PolicyBase(ABC, Generic[PlanT, RequestT]):
 
     @property
     def num_steps_in_flight(self) -> int:
-        """Count the plans without an answer from the device.
+        """Count the plans that the device has not answered.
 
         The scheduler plans ahead up to a limit, so that the device never waits for a plan.
         """
@@ -84,33 +80,30 @@ class PolicyBase(ABC, Generic[PlanT, RequestT]):
     def num_tokens(self) -> int:
         """Count the prompt tokens computed and the tokens sampled so far.
 
-        It is one counter that only grows, so reading it is cheap. Metrics and admission use it.
+        Metrics and admission read this counter often, so it must be cheap.
         """
         return self._num_prompt_tokens
 
     @property
     def num_preemptions(self) -> int:
-        """Count the preemptions so far: 0 for a policy without a KV cache, whose requests keep what they have."""
+        """Count the preemptions so far.  A policy without a KV cache never preempts."""
         return 0
 
     @property
     def num_lost_tokens(self) -> int:
-        """Count the tokens that losses of the device have cost so far: 0 without a KV cache."""
+        """Count the tokens recomputed after losses of the device so far.  0 without a KV cache."""
         return 0
 
     @property
     def is_available(self) -> bool:
-        """Whether a new request would be planned: the device is loaded, and no search for a culprit goes first.
+        """Whether a new request can be planned soon: the device is loaded, and no search for a culprit has precedence.
 
-        The router prefers available replicas, because others would let the request wait.
+        The router prefers available replicas, because on others the request would wait.
         """
         return not (self.is_device_lost or self._has_suspects)
 
     def statistics(self) -> SchedulerStats:
-        """Describe the state in numbers.  It reads every counter, so no request may need it.
-
-        Other callers use the single counters.
-        """
+        """Return all counters and gauges.  Reads every table, so it must not be called for every request."""
         timing = {} if self.timing is None else self.timing.statistics()
         return SchedulerStats(
             num_steps_in_flight=len(self.in_flight),
@@ -126,7 +119,7 @@ class PolicyBase(ABC, Generic[PlanT, RequestT]):
     def snapshot(self) -> PolicySnapshot:
         """Describe where each unfinished sequence is, for tests and debugging.  Takes O(n log n).
 
-        Sequences are named by their ids, in the order in which they would be served.
+        Contains ids of sequences, in the order in which they would be served.
         """
         running, waiting, other = self._ids_by_state()
         return PolicySnapshot(
@@ -144,24 +137,21 @@ class PolicyBase(ABC, Generic[PlanT, RequestT]):
     def admit(self, admit: Admit | AdmitPooling) -> None:
         """Queue a new request.
 
-        One that could never run ends at once: with `length` and no token if the prompt fills the context, with the error
-        `kv_cache_exhausted` if the prompt and one token need more KV blocks than there are.
+        A request that could never run ends at once: with the finish reason `length` and no token if its prompt fills the context,
+        or with the error `kv_cache_exhausted` if its prompt and one token need more KV blocks than exist.
         """
         self.enter(self.open_request(admit))
 
     def take_ratios(self) -> tuple[float, ...]:
-        """Take the ratios of estimated to measured time of the steps with a prompt since the last call."""
+        """Return and clear the ratios of estimated to measured time of the steps with a prompt."""
         return () if self.timing is None else self.timing.take_ratios()
 
     def set_pause(self, pause: Pause) -> None:
-        """Set what may be planned from now on.
-
-        Steps in flight are not affected; they end normally.
-        """
+        """Set which requests may be planned from now on.  Plans in flight are not affected."""
         self.pause = pause
 
     def fail_step(self, step: int, message: str, *, is_out_of_memory: bool = False) -> None:
-        """Take the failure of the eldest plan: the device raised, or refused it because an earlier plan raised.
+        """Handle the failure of the oldest plan in flight: it raised on the device, or was refused because an earlier plan raised.
 
         Args:
             is_out_of_memory: whether a smaller step may succeed.
@@ -176,11 +166,11 @@ class PolicyBase(ABC, Generic[PlanT, RequestT]):
             later.is_cancelled = True
 
     def lose_device(self, loss: DeviceLost) -> int:
-        """Take the end of the device, with all plans in flight.  Nothing is planned until `return_device`.
+        """Drop all plans in flight, because the device was lost.  Nothing is planned until `return_device`.
 
         Returns:
-            The number of losses that one request has caused, this one included, if this loss shows which request it is.
-            That request has ended.  Otherwise 0.
+            If this loss proves which request is the culprit, the number of losses that it has caused, including this one.
+            The request then ends with an error.  Otherwise 0.
         """
         plans = list(self.in_flight)
         self.in_flight.clear()
@@ -190,27 +180,30 @@ class PolicyBase(ABC, Generic[PlanT, RequestT]):
         return self._lose_plans(plans, loss, has_suspects=has_suspects)
 
     def return_device(self, *, keeps_memory: bool = False) -> None:
-        """Plan again: the device has been loaded anew.
+        """Resume planning, because the device has been restarted.
 
-        All sequences begin again from their tokens. Suspects of the loss are tested first.
+        All sequences are recomputed from their tokens.  Suspects of the loss are tested first.
 
         Args:
-            keeps_memory: whether the KV of all answered steps is still there, so that cached prefixes count.
+            keeps_memory: whether the KV cache survived with all answered steps, so that cached prefixes stay usable.
         """
         if not keeps_memory:
             self._forget_memory()
         self.is_device_lost = False
 
     def fail_device(self, message: str) -> None:
-        """End the suspects of a lost device without a restart, so that they kill no other device."""
+        """End the suspects of a loss with an error, because the device will not be restarted.
+
+        Otherwise they would move to other replicas and might kill their devices, too.
+        """
         self.has_device_failed = True
         for id in tuple(self._requests_in_question):
             self._fail_request(id, RequestError("device_failed", message))
 
-    # The tier on disk, which a policy without prefixes has not
+    # The tier on disk.  Policies without a prefix cache ignore it.
 
     def note_tier(self, answer: TierAnswer) -> None:
-        """Take an answer of the tier."""
+        """Apply an answer of the tier."""
 
     def clear_tier(self) -> None:
         """Remove the files of this model from the tier."""
@@ -220,7 +213,7 @@ class PolicyBase(ABC, Generic[PlanT, RequestT]):
         return ()
 
     def take_tier_cancel(self) -> Sequence[TierOrder]:
-        """Return the order to cancel earlier ones, which planning has made necessary."""
+        """Return the order that cancels earlier ones, if planning has taken back their blocks."""
         return ()
 
     @property
@@ -229,7 +222,7 @@ class PolicyBase(ABC, Generic[PlanT, RequestT]):
         return None
 
     def expire_tier(self, now: float) -> None:
-        """Let the sequences go whose fetch takes too long."""
+        """Unpark the sequences whose fetch has missed its deadline."""
 
     # Planning
 
@@ -243,7 +236,7 @@ class PolicyBase(ABC, Generic[PlanT, RequestT]):
         )
 
     def _waits_for_answer(self) -> bool:
-        """Whether a long plan is in flight.  The next one is made after its answer, with the requests that arrive until then."""
+        """Whether a long plan is in flight.  The next plan waits for its answer, to include the requests that arrive until then."""
         if self.timing is None or self._num_stages > 1:
             return False
         for plan in self.in_flight:  # noqa: SIM110  # called for every step: a generator takes a microsecond
@@ -252,21 +245,18 @@ class PolicyBase(ABC, Generic[PlanT, RequestT]):
         return False
 
     def _flights_s(self) -> list[float]:
-        """List the estimated seconds of the plans in flight that the device still runs, the eldest first."""
+        """List the estimated seconds of the uncancelled plans in flight, the oldest first."""
         return [plan.estimate_s for plan in self.in_flight if not plan.is_cancelled]
 
     # What a subclass decides
 
     @abstractmethod
     def open_request(self, admit: Admit | AdmitPooling) -> RequestT:
-        """Make a request that any replica may take in.
-
-        It is not in any queue until `enter`.
-        """
+        """Create a request that any replica may `enter`.  Until then it is in no queue."""
 
     @abstractmethod
     def enter(self, request: RequestT, replica: int = 0, num_expected: int = 0) -> None:
-        """Queue a request, which another replica may have begun."""
+        """Queue a request, which another replica may have started."""
 
     @property
     @abstractmethod
@@ -281,7 +271,7 @@ class PolicyBase(ABC, Generic[PlanT, RequestT]):
     @property
     @abstractmethod
     def _suspect_ids(self) -> tuple[SequenceId | RequestId, ...]:
-        """The ids of all suspects, of failed steps and of lost devices."""
+        """The ids of all suspects, both of failed steps and of lost devices."""
 
     @abstractmethod
     def _counts(self) -> dict[str, Any]:
@@ -293,19 +283,19 @@ class PolicyBase(ABC, Generic[PlanT, RequestT]):
 
     @abstractmethod
     def _note_refused(self, plan: PlanT) -> None:
-        """Take the device's refusal of a cancelled plan."""
+        """Handle the device's refusal of a cancelled plan."""
 
     @abstractmethod
     def _blame(self, failed: PlanT, message: str, *, is_out_of_memory: bool) -> None:
-        """Take back a step that raised, and go on with the search for the request that causes it."""
+        """Roll back a step that raised, and continue the search for the request that causes it."""
 
     @abstractmethod
     def _lose_plans(self, plans: Sequence[PlanT], loss: DeviceLost, *, has_suspects: bool) -> int:
-        """Take back all plans of a lost device; look for the culprit in the eldest if a request may have caused the loss."""
+        """Roll back all plans of a lost device.  If a request may have caused the loss, search for it in the oldest plan."""
 
     def _forget_memory(self) -> None:
-        """Note that the device's memory is empty.  A policy without prefixes has nothing to forget."""
+        """Clear the prefix cache, because the device's memory is empty.  Does nothing in a policy without one."""
 
     @abstractmethod
     def _fail_request(self, id: RequestId, error: RequestError) -> None:
-        """End a request with an error.  A finished one is ignored."""
+        """End a request with an error.  A finished request is ignored."""

@@ -1,7 +1,7 @@
-"""The interface between the scheduler actor and what it schedules, generation or pooling, and snapshots of their state.
+"""Define the interface between the scheduler actor and its policy, which is one of generation or pooling, and snapshots of their state.
 
-The actor receives messages and waits; a policy decides.  A snapshot is plain data, so that metrics and the page can read it while the
-scheduler goes on.
+The actor receives messages and waits; the policy decides.  Snapshots are plain data, so that metrics and the debug page can read them
+while the scheduler continues.
 """
 
 from collections.abc import Sequence
@@ -33,29 +33,34 @@ from trouper.actors.scheduling.routing import Demand
 
 
 class PolicySnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """Places of all unfinished sequences; in an engine that pools, of requests.  Ids are in the order of service."""
+    """The ids of all unfinished sequences (pooling: requests) by state, in the order of service."""
 
-    # With a request slot; of a pooling engine: in a plan in flight.
+    # With a request slot.  In a pooling engine: in a plan in flight.
     running: tuple[int, ...]
-    waiting: tuple[int, ...]  # for a request slot or for blocks
-    # Preempted with a result in flight, or waiting for a leader's prompt; in no order.
+    # Queued for a request slot or for KV blocks.
+    waiting: tuple[int, ...]
+    # Preempted with a result in flight, or waiting for the prompt of a sibling; unordered.
     other: tuple[int, ...]
-    # Eldest first: number of the step, and whose.
+    # Oldest first: the number of the step, and the ids in it.
     in_flight: tuple[tuple[int, tuple[int, ...]], ...]
-    suspects: tuple[int, ...]  # of a fault that a search is looking for
+    # Possible causes of a failed step or a lost device.
+    suspects: tuple[int, ...]
     pause: Pause
     is_device_lost: bool
 
 
 class SchedulerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of the scheduler: the state of its policies, and the orders without an answer.
+    """The state of the scheduler: its policies and its unanswered orders.
 
-    It is plain data, taken between two turns of the scheduler's loop, so it is consistent.
+    It is taken between two iterations of the scheduler's loop, so it is consistent.
     """
 
-    policies: tuple[PolicySnapshot, ...]  # of each replica
-    num_plans_due: int  # of a stepped engine: plans that were requested and not made
-    num_pauses: int  # that are not in full effect yet
+    # One per replica.
+    policies: tuple[PolicySnapshot, ...]
+    # Plans that the caller of a stepped engine has requested and that are not made yet.
+    num_plans_due: int
+    # Pauses that have not taken full effect yet.
+    num_pauses: int
 
 
 OutputsT = TypeVar("OutputsT", covariant=True)
@@ -63,25 +68,25 @@ RequestT = TypeVar("RequestT")
 
 
 class SchedulingPolicy(Protocol[OutputsT]):
-    """A pure state machine: events enter, plans and outputs come out; it has no waits, no clock and no channels.
+    """A pure state machine that turns events into plans and outputs, without waits, clock or channels.
 
-    An event may come at any time, whatever is in flight.  An engine either generates or pools, so its policy never gets messages of
-    the other kind.
+    Every event is allowed at any time, whatever is in flight.  An engine either generates or pools, so its policy never receives
+    messages of the other kind.
     """
 
     @property
     def num_steps_in_flight(self) -> int:
-        """Count the plans without an answer from the device.
+        """Count the plans that the device has not answered.
 
-        The scheduler limits it, so that a decision is never made too far ahead.
+        The scheduler limits them, because a plan made early cannot include later arrivals.
         """
         ...
 
     @property
     def num_started(self) -> int:
-        """Count the unfinished sequences that may go on under `Pause.NO_NEW_REQUESTS`.
+        """Count the unfinished sequences that may continue under `Pause.NO_NEW_REQUESTS`.
 
-        The scheduler answers an order to pause when it is 0.
+        The scheduler acknowledges that pause when the count is 0.
         """
         ...
 
@@ -97,156 +102,151 @@ class SchedulingPolicy(Protocol[OutputsT]):
     def num_preemptions(self) -> int:
         """Count the preemptions so far.
 
-        It must be O(1), because the scheduler reads it in every turn.
+        It must be O(1), because the scheduler reads it in every iteration of its loop.
         """
         ...
 
     @property
     def num_lost_tokens(self) -> int:
-        """Count the tokens that had to be computed again after losses of the device.  It must be O(1), too."""
+        """Count the tokens recomputed after losses of the device.  It must be O(1), too."""
         ...
 
     def statistics(self) -> SchedulerStats:
-        """Describe the state in numbers.
+        """Return all counters and gauges.
 
-        It may read all tables, and is called for metrics only.
+        May read all tables, because it is called only for metrics.
         """
         ...
 
     def snapshot(self) -> PolicySnapshot:
-        """Describe where each unfinished sequence is: O(n log n), for tests and debugging.
-
-        Ids are in the order of service.
-        """
+        """List the unfinished sequences by state, for tests and debugging.  Takes O(n log n)."""
         ...
 
     def admit(self, admit: Admit | AdmitPooling) -> None:
         """Queue a new request.
 
-        It is planned in one of the next steps.  Nothing is refused here; refusing is the task of admission.
+        The queue is not limited here, because admission has already refused requests beyond the limits.
         """
 
     def predict_first_token(self, id: RequestId, elapsed_s: float) -> Expected | None:
-        """Predict the first token of a request without one.  Returns None before the first fit, and when nothing is planned now.
+        """Predict when a request's first token is due.  Returns None if it has one, if step times are unknown, or while nothing is planned.
 
         Args:
-            elapsed_s: seconds since the eldest plan in flight became the eldest.
+            elapsed_s: seconds since the oldest plan in flight became the oldest.
         """
         ...
 
     def take_ratios(self) -> tuple[float, ...]:
-        """Take the ratios of estimated to measured time of the steps with a prompt since the last call.
+        """Return and clear the ratios of estimated to measured time of the steps with a prompt since the last call.
 
-        A policy without learnt step times returns none.
+        Empty if the policy does not estimate step times.
         """
         ...
 
     def abort(self, id: RequestId) -> None:
-        """End a request, in whatever state; unknown and finished ones are ignored.
+        """End a request in any state.  Unknown and finished requests are ignored.
 
-        Its final output comes with the next `take_outputs`.
+        The next `take_outputs` returns its final output.
         """
 
     def stop(self, ids: tuple[SequenceId, ...]) -> None:
-        """Drop sequences that a stop string has ended; they have no further output.
+        """End sequences that the detokenizer has stopped at a stop string, without further output.
 
-        Sequences of unknown ids are ignored, because they may have ended meanwhile.
+        Unknown ids are ignored, because their sequences may have ended meanwhile.
         """
 
     def apply(self, done: StepDone | PoolDone) -> None:
-        """Take the results of the eldest plan in flight.
+        """Apply the device's answer to the oldest plan in flight.
 
-        Answers arrive in the order of the plans; any other order is an error.
+        Answers must arrive in the order of the plans.
         """
 
     def fail_step(self, step: int, message: str, *, is_out_of_memory: bool = False) -> None:
-        """Take the failure of the eldest plan in flight.
+        """Handle the failure of the oldest plan in flight.
 
-        The plans behind it were refused by the device and fail as well.
+        The device refuses all later plans in flight, so they fail too.
         """
 
     def lose_device(self, loss: DeviceLost) -> int:
-        """Take the end of the device, with all plans in flight.  Nothing is planned until `return_device`.
+        """Drop all plans in flight, because the device was lost.  Nothing is planned until `return_device`.
 
         Returns:
-            The number of losses that one request has caused, if this loss shows it.  That request has ended.  Otherwise 0.
+            If this loss proves which request is the culprit, the number of losses that it has caused.  The request then ends with an
+            error.  Otherwise 0.
         """
         ...
 
     def fail_device(self, message: str) -> None:
-        """End the suspects of a lost device without a restart.
+        """End the suspects of a loss with an error, because the device will not be restarted.
 
-        Other requests can be moved to other replicas.
+        The remaining requests can be moved to other replicas.
         """
 
     def return_device(self, *, keeps_memory: bool = False) -> None:
-        """Plan again: the device has been loaded anew.
+        """Resume planning, because the device has been restarted.
 
-        Running sequences begin again from their tokens.  With `keeps_memory` they find the KV of all answered steps
-        as cached prefixes.
+        Running sequences are recomputed from their tokens.  With `keeps_memory` they find the KV of all answered steps
+        in the prefix cache.
         """
 
     def set_pause(self, pause: Pause) -> None:
-        """Set what may be planned from now on.
+        """Set which requests may be planned from now on.
 
         Plans in flight are not affected.
         """
 
     def preempt_all(self) -> None:
-        """Free all KV blocks; running sequences are recomputed later, and results in flight count.
+        """Preempt all running sequences, which frees all KV blocks.  Results in flight still count.
 
-        Called before the memory of the device is released.
+        Called before the device releases its memory.
         """
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        """Forget all prefixes.  Returns False, and changes nothing, while a sequence holds a block.
+        """Clear the prefix cache.  Returns False, and changes nothing, while a sequence holds a block.
 
         With `reset_running`, running sequences are preempted first, so it always succeeds.
         """
         ...
 
     def plan(self) -> StepPlan | PoolPlan | None:
-        """Make the next plan; it is in flight from now on.  Returns None if there is no plan to make now.
+        """Make the next plan, which counts as in flight at once.
 
-        It returns None, for example, if nothing is queued, if the engine is paused, or if an answer is needed first.
+        Returns None if no plan can be made now, for example while the engine is paused or nothing is queued.
         """
         ...
 
     def next_grammar(self) -> PrepareGrammar | None:
-        """Return a grammar for the device to prepare during its steps.  Returns None without one.
+        """Return the next grammar for the device to prepare during its steps, or None.
 
-        It must be sent at once, because the policy counts its memory from now on.
+        The caller must send it at once, because the policy already counts its memory.
         """
         ...
 
     def note_grammar(self, ready: GrammarReady) -> None:
-        """Take the device's answer to `next_grammar`.
+        """Apply the device's answer to `next_grammar`.
 
         Requests with this grammar can now start, or fail with its error.
         """
 
     def note_tier(self, answer: TierAnswer) -> None:
-        """Take an answer of the tier on disk.
+        """Apply an answer of the tier on disk.
 
-        Sequences that waited for its blocks may start.
+        Sequences that were waiting for its blocks may start.
         """
 
     def clear_tier(self) -> None:
-        """Remove the files of this model from the tier on disk.
-
-        Only the orders are made here; the device removes the files.
-        """
+        """Queue an order to remove the files of this model from the tier on disk."""
 
     def take_tier_orders(self, now: float) -> Sequence[TierOrder]:
         """Return the orders to the tier on disk, to send before the next plan.
 
         Args:
-            now: the time of the event loop's clock, from which sequences wait.
+            now: the event loop's time, from which deadlines of new fetches count.
         """
         ...
 
     def take_tier_cancel(self) -> Sequence[TierOrder]:
-        """Return the order to cancel earlier ones that planning has made necessary.
+        """Return the order that cancels earlier ones, if planning has taken back their blocks.
 
         It must reach the device before the plan.
         """
@@ -258,25 +258,25 @@ class SchedulingPolicy(Protocol[OutputsT]):
         ...
 
     def expire_tier(self, now: float) -> None:
-        """Let the sequences start whose fetch takes too long.
+        """Unpark the sequences whose fetch has missed its deadline.
 
-        They compute what they waited for.
+        They compute the missing tokens instead.
         """
 
     def take_outputs(self, answers: tuple[Promise[None], ...] = ()) -> OutputsT | None:
-        """Take the outputs since the last call, with `answers`.  Returns None if there are neither."""
+        """Return and clear the outputs since the last call, together with `answers`.  Returns None if there are neither."""
         ...
 
 
 class ReplicaPolicy(SchedulingPolicy[OutputsT], Protocol[OutputsT, RequestT]):
-    """The policy of one of several replicas.  Its requests may come from another replica and go to another one.
+    """The policy of one of several replicas, between which requests can be moved.
 
-    All replicas share one table of outputs, so any of them takes the outputs of all.
+    All replicas share one table of outputs, so `take_outputs` of any replica returns the outputs of all.
     """
 
     @property
     def is_device_lost(self) -> bool:
-        """Whether the device is being started again, or has failed.
+        """Whether the device is being restarted, or has failed.
 
         Nothing is planned meanwhile, and requests can be moved to other replicas.
         """
@@ -284,7 +284,7 @@ class ReplicaPolicy(SchedulingPolicy[OutputsT], Protocol[OutputsT, RequestT]):
 
     @property
     def has_device_failed(self) -> bool:
-        """Whether the device is not started again.
+        """Whether the device will not be restarted.
 
         Its requests must then be moved or ended.
         """
@@ -292,7 +292,7 @@ class ReplicaPolicy(SchedulingPolicy[OutputsT], Protocol[OutputsT, RequestT]):
 
     @property
     def is_available(self) -> bool:
-        """Whether a new request would be planned: the device is loaded, and no search for a culprit goes first.
+        """Whether a new request can be planned soon: the device is loaded, and no search for a culprit has precedence.
 
         The router gives new requests to available replicas first.
         """
@@ -300,24 +300,21 @@ class ReplicaPolicy(SchedulingPolicy[OutputsT], Protocol[OutputsT, RequestT]):
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether a block of KV memory is held.
+        """Whether a sequence holds KV blocks.
 
-        The prefix cache can be reset only if no replica holds any.
+        The prefix cache can be reset only if this is False on all replicas.
         """
         ...
 
     def open_request(self, admit: Admit | AdmitPooling) -> RequestT:
-        """Make a request that any replica may take in.
+        """Create a request that any replica may `enter`.
 
-        It has its number in the order of arrival, and is in no queue yet.
+        It receives its arrival number, but is in no queue yet.
         """
         ...
 
     def demand(self, request: RequestT) -> Demand:
-        """Describe the work of a request for the choice of a replica.
-
-        It contains the number of tokens, the hashes of its prefix and the client's wishes.
-        """
+        """Describe a request for the router's choice of a replica: its tokens, prefix hashes and routing options."""
         ...
 
     def enter(self, request: RequestT, replica: int = 0, num_expected: int = 0) -> None:
@@ -325,11 +322,11 @@ class ReplicaPolicy(SchedulingPolicy[OutputsT], Protocol[OutputsT, RequestT]):
 
         Args:
             replica: the number of this replica.
-            num_expected: tokens of the prompt that should be in its cache.
+            num_expected: prompt tokens expected in its prefix cache.
         """
 
     def evacuate(self, *, only_fresh: bool = False) -> list[RequestT]:
-        """Remove and return the requests without state on the device, for other replicas.  Suspects stay.
+        """Remove and return the requests without state on the device, to move them to other replicas.  Suspects stay.
 
         Args:
             only_fresh: remove only requests that never ran.
@@ -337,17 +334,19 @@ class ReplicaPolicy(SchedulingPolicy[OutputsT], Protocol[OutputsT, RequestT]):
         ...
 
     def expect(self, request: RequestT, num_cached: int, elapsed_s: float) -> float | None:
-        """Estimate the seconds until the first token of a request that entered now.  Returns None before the first fit, and when nothing is planned now.
+        """Estimate the seconds to first token for a request that entered now.
+
+        Returns None if step times are unknown, or while nothing is planned.
 
         Args:
-            num_cached: tokens of its prompt that the prefix cache should have.
-            elapsed_s: seconds since the eldest plan in flight became the eldest.
+            num_cached: prompt tokens expected in the prefix cache.
+            elapsed_s: seconds since the oldest plan in flight became the oldest.
         """
         ...
 
     def work(self) -> tuple[int, int]:
-        """Count the known uncomputed tokens, and the rows.
+        """Return the numbers of known uncomputed tokens and of unfinished sequences.
 
-        The router uses these numbers if it has no estimate in seconds.
+        The router compares replicas by these numbers if it has no estimate in seconds.
         """
         ...
