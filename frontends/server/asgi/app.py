@@ -217,8 +217,9 @@ class App:
         if route.generates:
             self.service.check_open()
             self.service.check_kind(route)
-        is_new = not has_stream(self.service, context, route)
-        if is_new and (route.generates or route.tokenizes):
+        # Without a journal no request has an answer, and the call would cost every request two changes of module.
+        has_answer = self.service.journal is not None and has_stream(self.service, context, route)
+        if not has_answer and (route.generates or route.tokenizes):
             self.service.check_room(context)
 
     async def _read(
