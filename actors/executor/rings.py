@@ -1,9 +1,9 @@
-"""Rings between workers on one machine: entries in shared memory, each with the step that it belongs to.
+"""Exchange data between workers on one machine through ring buffers in shared memory, with the step of each entry.
 
-A ring has one sender and one receiver. Its memory is an anonymous file; two kernel counters (eventfd) hold
-the numbers of filled and of empty entries, so a side can sleep until the other acts. All three are inherited
-by descriptor, so nothing remains after the processes. Law: a side accesses an entry only between taking it
-from one counter and adding it to the other; the kernel orders memory accesses at both.
+A ring has one sender and one receiver. Its memory is an anonymous file; two eventfd counters hold the numbers of
+filled and of empty entries, so a side can sleep until the other acts. Workers inherit all three descriptors, so the
+operating system frees everything when the processes end. Law: a side accesses an entry only after it has decremented
+one counter and before it increments the other; both calls order memory accesses.
 """
 
 import contextlib
@@ -20,13 +20,12 @@ from trouper.errors import DeviceStartError
 HEADER = np.dtype([("step", np.int64), ("num_bytes", np.int64)])
 # Bytes of an entry's header, so that the payload begins on a cache line.
 LINE = 64
-AWAKE_S = (
-    2e-5  # of looking before sleeping: what the other side sends at once comes without a switch
-)
+# Seconds of polling before a side sleeps, so that a prompt answer arrives without a context switch.
+AWAKE_S = 2e-5
 
 
 class RingFiles(NamedTuple):
-    """The descriptors of a ring: its memory, and counters of filled and of empty entries.
+    """Hold the descriptors of a ring: its memory, and its counters of filled and of empty entries.
 
     Worker processes inherit them from the process that created the ring.
     """
@@ -37,9 +36,7 @@ class RingFiles(NamedTuple):
 
 
 def create_ring(num_entries: int, entry_bytes: int) -> RingFiles:
-    """Create a ring of entries of at most `entry_bytes` bytes, with its memory allocated.
-
-    Both sides inherit it from this process.
+    """Create a ring with entries of at most `entry_bytes` bytes, and allocate its memory.
 
     Raises:
         DeviceStartError: no memory or no descriptors are available.
@@ -60,9 +57,9 @@ def create_ring(num_entries: int, entry_bytes: int) -> RingFiles:
 
 
 class Ring:
-    """One side of a ring: the sender's or the receiver's.
+    """Send to a ring or receive from it.
 
-    It owns its copies of the descriptors and closes them.  Waiting uses the counters, so no side spins.
+    Each side owns its copies of the descriptors and closes them.  A waiting side polls briefly, and then sleeps.
     """
 
     def __init__(self, files: RingFiles, num_entries: int, entry_bytes: int) -> None:
@@ -79,7 +76,7 @@ class Ring:
         )
 
     def send(self, step: int, payload: np.ndarray) -> None:
-        """Copy the payload, contiguous uint8, into an entry. Waits for an empty entry.
+        """Copy a payload of contiguous uint8 into the next entry. Waits until one is empty.
 
         Raises:
             ValueError: the payload is larger than an entry.
@@ -97,7 +94,7 @@ class Ring:
         """Copy the payload of the next entry to the beginning of `out`.
 
         Returns:
-            Its step and number of bytes, or None if there is no entry and `wait` is False.
+            The entry's step and number of bytes, or None if there is no entry and `wait` is False.
         """
         if not _take(self._files.filled, wait=wait):
             return None
@@ -109,10 +106,7 @@ class Ring:
         return step, num_bytes
 
     def close(self) -> None:
-        """Release the memory and the descriptors of this side.
-
-        Idempotent.  The ring itself ends when both sides have closed it.
-        """
+        """Release this side's mapping and descriptors.  Idempotent.  The memory is freed when both sides have closed it."""
         self._bytes = np.zeros((0, 0), dtype=np.uint8)
         self._memory.close()
         for file in self._files:
@@ -126,7 +120,7 @@ def _stride(entry_bytes: int) -> int:
 
 
 def _take(counter: int, *, wait: bool) -> bool:
-    """Take one from a counter of the kernel; awake for a moment, then asleep."""
+    """Decrement an eventfd counter.  Returns False if it is zero and `wait` is False; otherwise polls briefly, then sleeps."""
     awake_until = time.perf_counter() + AWAKE_S
     while True:
         try:

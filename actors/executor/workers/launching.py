@@ -1,13 +1,14 @@
-"""Starts the worker processes of a replica on this machine, connects to them, and reports how they ended.
+"""Start the worker processes of a replica on this machine, connect to them, and report how they ended.
 
-A worker dies with the thread that created it, by the kernel's parent-death signal, so workers are created in
-the event loop's thread and never in a thread pool. A worker started ahead imports torch while the engine's
-process is still importing its own modules, faster than one after the other.
+Linux's parent-death signal kills a worker when the thread that created it ends, so workers are created on the
+event loop's thread and never in a thread pool. A worker started ahead imports torch while the engine's process
+still imports its own modules, which shortens the start.
 
-Everything shared is created before the processes and inherited by descriptor, so no name in the file system
-remains after a crash. Sizes come from the config only; torch is not imported.
+Shared memory and links are created before the processes and inherited by descriptor, so nothing remains in the
+file system after a crash. Their sizes come from the config alone, without importing torch.
 
-A dead process can no longer explain itself, so the last lines of its stderr and the kernel's counter of out-of-memory kills are kept.
+For the report of a worker's death, this process stores the last lines of its stderr, and reads Linux's counter of
+out-of-memory kills.
 """
 
 import contextlib
@@ -40,15 +41,15 @@ from trouper.config.engine_config import EngineConfig
 from trouper.errors import DeviceStartError
 
 MODULE = "trouper.actors.executor.workers.worker"
-# Lines of stderr kept for the report of a worker's death.
+# The last lines of stderr to store for the report of a worker's death.
 STDERR_LINES = 64
-# Seconds to read the last lines of an ended worker.
+# Seconds to wait for the last lines of an ended worker.
 STDERR_S = 1.0
 
 
 class Exit(msgspec.Struct, frozen=True):
-    """How a worker ended: its status as in `subprocess` (negative for a signal), and its last lines of stderr.
-    `was_machine_lost` means that the whole machine was lost.
+    """Describe how a worker ended: its exit status as in `subprocess` (negative for a signal), and its last lines of stderr.
+    `was_machine_lost` means that its machine failed or became unreachable.
     """
 
     status: int | None
@@ -58,7 +59,7 @@ class Exit(msgspec.Struct, frozen=True):
 
 
 class WorkerProcess:
-    """A worker process. Its stderr is repeated with its name at the start of each line.
+    """Own a worker process. Each line of its stderr is repeated on this process's stderr, prefixed by the worker's name.
 
     The kernel ends the worker when the thread that created it ends, so create it in a thread that lives as
     long as the worker.
@@ -99,7 +100,7 @@ class WorkerProcess:
         except OSError as error:
             raise DeviceStartError(f"cannot start a worker process: {error}") from None
         self._name = name
-        # The counter of the cgroup in which the worker was started.
+        # The out-of-memory counter of the worker's cgroup.
         self._oom_events = _oom_events()
         self._num_oom_kills = num_oom_kills(self._oom_events)
         self._lines: deque[str] = deque(maxlen=STDERR_LINES)
@@ -111,25 +112,23 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """The process id, for tests and diagnostics. It may belong to another process after this one was reaped."""
+        """Return the process id, for tests and diagnostics. After `reap`, the system may give it to another process."""
         return self._process.pid
 
     @property
     def is_reaped(self) -> bool:
-        """Whether the process has ended and its status is available."""
+        """Return whether the process has ended and its exit status is available."""
         return self._process.returncode is not None
 
     def reap(self, grace_s: float) -> Exit:
-        """Wait up to `grace_s` seconds for the process to exit, then kill it. Blocks until it has ended.
-        Idempotent.
-        """
+        """Wait up to `grace_s` seconds for the process to exit, then kill it. Blocks until it has ended. Idempotent."""
         if not self.is_reaped:
             try:
                 self._process.wait(grace_s)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-            # A child of the worker may still hold its end of the pipe, hence the time limit.
+            # The wait is limited, because a child of the worker may hold the pipe open.
             self._reader.join(STDERR_S)
         return Exit(
             self._process.returncode,
@@ -139,21 +138,19 @@ class WorkerProcess:
         )
 
     def _pass_on_stderr(self) -> None:
-        """Repeat the stderr of the worker and its libraries with the worker's name, and keep the last lines."""
+        """Repeat the stderr of the worker and its libraries with the worker's name, and store the last lines."""
         assert self._process.stderr is not None
         with self._process.stderr as lines:
             for line in lines:
                 text = line.decode(errors="replace").rstrip("\n")
                 self._lines.append(text)
-                # The engine's process may have no stderr; the worker's pipe must be read nevertheless.
+                # Keep reading even if the engine's process has no stderr, because a full pipe would block the worker.
                 with contextlib.suppress(OSError, ValueError, AttributeError):
                     sys.stderr.write(f"{self._name}: {text}\n")
 
 
 def _oom_events() -> Path | None:
-    """Find the file in which the kernel counts out-of-memory kills in this cgroup. Returns None on other
-    systems.
-    """
+    """Return the file in which Linux counts out-of-memory kills in this cgroup, or None if there is none."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -172,7 +169,7 @@ def _oom_events() -> Path | None:
 
 
 def num_oom_kills(events: Path | None) -> int:
-    """Read the counter of out-of-memory kills; 0 if the kernel does not provide it."""
+    """Read the counter of out-of-memory kills. Returns 0 if the system does not provide it."""
     try:
         text = "" if events is None else events.read_text()
     except OSError:
@@ -189,7 +186,7 @@ CLOSED: tuple[bytes, list[int]] = (b"", [])
 
 
 class Peer(Protocol):
-    """A worker as its engine reaches it: a byte stream in each direction, and an end.
+    """Connect an engine to one worker, by a byte stream in each direction.
 
     Attributes:
         max_inline: bytes of a payload sent within its frame; a larger payload arrives as a descriptor.
@@ -201,7 +198,7 @@ class Peer(Protocol):
 
     @property
     def pid(self) -> int:
-        """The process id on this machine, or 0 for a worker on another one."""
+        """Return the process id, or 0 if the worker runs on another machine."""
         ...
 
     def send(self, data: bytes, file: int | None) -> None:
@@ -224,9 +221,9 @@ class Peer(Protocol):
 
 
 class Launcher(Protocol):
-    """Starts the worker of a rank as a process.
+    """Start the worker of a rank as a process.
 
-    Ranks continue across replicas, so each worker on a machine has a number of its own.
+    Ranks are numbered across replicas, so that each worker has a unique number.
     """
 
     def __call__(self, rank: int, *, files: Sequence[int] = ()) -> Peer:
@@ -239,9 +236,9 @@ class Launcher(Protocol):
 
 
 class WorkersLauncher(Protocol):
-    """Starts all workers of a device, on whichever machines they run.
+    """Start all workers of a device, on one or several machines.
 
-    A restart calls it again, and may find other machines. Nothing of the earlier start remains then.
+    A restart calls it again, after all earlier workers have ended, and may use other machines.
     """
 
     async def __call__(self) -> Sequence[Peer]:
@@ -254,15 +251,14 @@ class WorkersLauncher(Protocol):
         ...
 
     async def release(self) -> None:
-        """Release what is reserved for the next start, since none will follow. Idempotent."""
+        """Release machines and files reserved for the next start, because there will be none. Idempotent."""
         ...
 
 
 class LocalPeer:
-    """A worker process on this machine, connected by a socket pair; the end of the connection shows the end of the
-    worker.
+    """Connect to a worker process on this machine by a socket pair, which hangs up when the worker ends.
 
-    It is killed together with its engine.
+    The worker is killed together with its engine.
     """
 
     max_inline = MAX_INLINE
@@ -277,7 +273,7 @@ class LocalPeer:
 
     @property
     def pid(self) -> int:
-        """The process id of the worker, for tests and diagnostics. It stays the same after the process has ended."""
+        """Return the process id of the worker, also after the process has ended; for tests and diagnostics."""
         return self._process.pid
 
     def send(self, data: bytes, file: int | None) -> None:
@@ -289,7 +285,7 @@ class LocalPeer:
             )
         except BlockingIOError:
             sent = 0
-        # A torn frame would garble every later frame, so the connection ends here.
+        # A partially sent frame would corrupt every later frame, so close the connection.
         if sent < len(data):
             self._control.shutdown(socket.SHUT_RDWR)
             raise BlockingIOError("the worker does not read")
@@ -306,13 +302,13 @@ class LocalPeer:
                 return data, files
 
     def kill(self) -> None:
-        """Kill a process without any work yet. It waits for the end of the process."""
+        """Kill a process that has no work yet, and wait until it has ended."""
         self._control.close()
         self._process.reap(0.0)
 
     async def end(self, grace_s: float) -> Exit:
         if not self._process.is_reaped:
-            # Bounded by the grace period and the kill.
+            # The shield is bounded, because the process is killed after the grace period.
             with anyio.CancelScope(shield=True):
                 await anyio.to_thread.run_sync(self._process.reap, grace_s)
         self._control.close()
@@ -320,8 +316,8 @@ class LocalPeer:
 
 
 def launch(rank: int, module: str = MODULE, *, files: Sequence[int] = ()) -> LocalPeer:
-    """Start a worker process that runs `module` and inherits `files`. Call it in the thread of the event loop,
-    see the module.
+    """Start a worker process that runs `module` and inherits `files`. Call it on the event loop's thread, since the
+    worker dies with the thread that created it.
 
     Raises:
         DeviceStartError: the system refused.
@@ -342,10 +338,10 @@ def launch(rank: int, module: str = MODULE, *, files: Sequence[int] = ()) -> Loc
 
 
 class LaunchedAhead:
-    """A `Launcher` that starts its first worker on entering the block. If no engine takes this worker, it ends
-    with the block.
+    """Implement `Launcher` and start its first worker when the block is entered. If no engine uses this worker, it is
+    killed at the end of the block.
 
-    Enter it in the thread of the event loop.
+    Enter it on the event loop's thread.
     """
 
     def __init__(self) -> None:
@@ -360,7 +356,7 @@ class LaunchedAhead:
         return self
 
     def __call__(self, rank: int, *, files: Sequence[int] = ()) -> LocalPeer:
-        """Return the worker started ahead once, then start new ones."""
+        """Return the worker that was started ahead at the first call, and start a new one at every later call."""
         if rank or files or self._first is None:
             return launch(rank, files=files)
         first, self._first = self._first, None
@@ -378,7 +374,7 @@ class LaunchedAhead:
 
 
 class LocalLauncher:
-    """`WorkersLauncher` of one replica on this machine: one process for each rank, connected by rings."""
+    """Implement `WorkersLauncher` for one replica on this machine: one process for each rank, connected by rings."""
 
     def __init__(self, config: EngineConfig, replica: int, launcher: Launcher) -> None:
         self._config, self._launcher = config, launcher
@@ -393,17 +389,17 @@ class LocalLauncher:
         return await launch_all(self._launcher, self._first_number, range(len(files)), files)
 
     async def release(self) -> None:
-        # Nothing is reserved between two starts.
+        # Workers on this machine reserve nothing between two starts.
         pass
 
 
 async def launch_all(
     launcher: Launcher, first_number: int, ranks: Sequence[int], files: Sequence[tuple[int, ...]]
 ) -> list[Peer]:
-    """Start the workers of some ranks, each with its descriptors.  They are closed here afterwards.
+    """Start the workers of these ranks.  Each inherits its descriptors, which this process then closes.
 
     Raises:
-        DeviceStartError: the system refused; no worker remains.
+        DeviceStartError: the operating system refused; no worker remains.
     """
     peers: list[Peer] = []
     try:
@@ -418,11 +414,8 @@ async def launch_all(
 
 
 async def end_all(peers: Sequence[Peer]) -> None:
-    """Kill workers after an abandoned start.
-
-    It completes even if its caller is cancelled, so no process remains.
-    """
-    # Bounded, since each process is killed without a grace period.
+    """Kill workers after a failed start. It completes even if its caller is cancelled, so that no process remains."""
+    # The shield is bounded, because each process is killed without a grace period.
     with anyio.CancelScope(shield=True):
         for peer in peers:
             await peer.end(0.0)

@@ -49,7 +49,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     task: str = ""
     code: str = ""
     reason: str = ""
-    # Of the recurrent states of one sequence; 0 without such states.
+    # The size of the recurrent states of one sequence; 0 without such states.
     state_bytes: int = 0
 
 
@@ -120,7 +120,7 @@ LEAST_WINDOWS = 3
 
 
 class FileSample(msgspec.Struct, frozen=True):
-    """Size and digest of one file. Names are for messages and are not compared."""
+    """Record the size and the digest of one file. The name is for messages and is not compared."""
 
     name: str
     num_bytes: int
@@ -135,10 +135,9 @@ class FileSample(msgspec.Struct, frozen=True):
 
 
 def sample_model(config: EngineConfig) -> tuple[FileSample, ...]:
-    """Sample the weights and any code that may be run.
+    """Sample the files with weights and any code of the model that may run. The samples of all machines must be equal.
 
-    Returns nothing for dummy weights or unreadable files, since loading reports those. The samples of all machines
-    must be equal.
+    Returns none for dummy weights, and none for unreadable files, because loading reports these.
     """
     if config.load_format == "dummy":
         return ()
@@ -151,7 +150,7 @@ def sample_model(config: EngineConfig) -> tuple[FileSample, ...]:
 
 
 def weight_files(config: EngineConfig) -> list[Path]:
-    """List the files of the weights, and of any code that may be run.  Dummy weights have none.
+    """List the files with weights, and with any code of the model that may run.  Returns none for dummy weights.
 
     Raises:
         OSError: a folder cannot be read.
@@ -187,8 +186,8 @@ def check_model(config: EngineConfig, wanted: Sequence[FileSample]) -> None:
     difference = _difference(found, wanted)
     if difference is not None:
         rule = (
-            f"is not the model that the engine was started with: {difference}; "
-            "the same files must be on every machine, and stay while the engine runs"
+            f"is not the model with which the engine was started: {difference}; "
+            "every machine must have the same files, and they must not change while the engine runs"
         )
         raise invalid("model", rule, config.model.path)
 
@@ -226,7 +225,7 @@ def _sample(path: Path, num_windows: int) -> FileSample:
 
 
 class MachineFacts(msgspec.Struct, frozen=True):
-    """Facts of the machine on which a worker runs, which replace those of the coordinator's config.
+    """Describe the machine on which a worker runs, to replace the paths and cores in the coordinator's config.
 
     `num_workers` share the cores of the machine. `model` is None if the coordinator's paths are valid here.
     `dense` holds the folders of a pooling model's final dense modules.
@@ -241,10 +240,7 @@ class MachineFacts(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, config: EngineConfig) -> Self:
-        """Take the paths from a config that this machine has resolved itself.
-
-        They are sent to its workers only, never to other machines.
-        """
+        """Take the paths from a config that was resolved on this machine. They are sent only to this machine's workers."""
         draft = config.draft_model
         return cls(
             config.num_workers,

@@ -1,12 +1,11 @@
-"""Load a model, run its plans on one thread and time them: the part shared by a device in a thread and by worker processes.
+"""Load a model, run its plans on one thread and time them: the code shared by a device in a thread and by worker processes.
 
 Torch's intra-op settings, inference mode and current stream are thread-local, so one thread owns the model
-for its whole life. `load` imports torch; nothing before it does. A second thread compiles grammars while the
-first computes.
+for its whole life. Torch is imported only in `load`. A second thread compiles grammars while the first computes.
 
-The scheduler learns from the seconds of steps how long the next ones take. The device's own thread measures them, because the
-event loop may receive two answers in one turn, so the second step seems to have taken no time, and uvloop's clock counts
-whole milliseconds. Steps of small models take less than one.
+From the durations of steps, the scheduler learns how long the next ones will take. The device's own thread measures them, because the
+event loop may receive two answers in one iteration, so that the second step would seem to take no time, and because uvloop's clock
+counts whole milliseconds, while steps of small models take less than one.
 """
 
 import logging
@@ -62,7 +61,7 @@ class StepTimer:
     """Time each plan while it is the oldest without a result.  Results come in the order of the plans."""
 
     def __init__(self) -> None:
-        # One for each plan that runs: at most those in flight.
+        # The start of each running plan; the scheduler bounds the plans in flight.
         self._begun_s: deque[float] = deque()
         self._ended_s = 0.0
 
@@ -70,7 +69,7 @@ class StepTimer:
         return f"<StepTimer: {len(self._begun_s)} plans run>"
 
     def start(self) -> None:
-        """Note that a plan begins."""
+        """Record that a plan begins."""
         self._begun_s.append(perf_counter())
 
     def idle_s(self) -> float:
@@ -78,7 +77,7 @@ class StepTimer:
         return 0.0 if self._begun_s else perf_counter() - self._ended_s
 
     def stop(self, result: StepResult | None) -> StepResult | None:
-        """Note that the oldest plan has ended.  Returns its result with the seconds; None if another worker answers."""
+        """Record that the oldest plan has ended.  Returns its result with its duration, or None if another worker answers."""
         now = perf_counter()
         seconds = now - max(self._begun_s.popleft(), self._ended_s)
         self._ended_s = now
@@ -86,22 +85,21 @@ class StepTimer:
 
 
 logger = logging.getLogger(__name__)
-# A terminal shows the last record of this logger while the engine starts.
+# The command line displays the last record of this logger while the engine starts.
 loading = logging.getLogger("trouper.loading")
 Phase = Literal["import", "weights"]
 PHASES: dict[Phase, str] = {"import": "importing torch", "weights": "loading the weights"}
-# Elements enough for torch to use all its threads.
+# A tensor of this many elements makes torch use all its threads.
 WIDE = 2**17
 
 
 class ModelHost:
-    """Loads a model, or a worker's part of it, and runs its plans. An exception in a step fails the later steps
-    of its epoch.
+    """Load a model, or a worker's part of it, and run its plans. An exception in a step also fails the later steps of its epoch.
 
     Args:
-        rank: number of the worker among those of its device.
+        rank: index of the worker within its device.
         files: descriptors of the memory and links shared with other workers.
-        kept: descriptor of a memory file for the KV cache, which outlives this process.
+        kept: descriptor of a memory file for the KV cache, which outlives this process; None to use ordinary memory.
     """
 
     def __init__(
@@ -125,8 +123,8 @@ class ModelHost:
             f"<ModelHost {self._config.model.name!r}, {'loaded' if self._runner else 'not loaded'}>"
         )
 
-    def load(self, tell: Callable[[Phase], None]) -> DeviceInfo:
-        """Import torch and load the model, in the thread that will run it. `tell` is called with each phase.
+    def load(self, on_phase: Callable[[Phase], None]) -> DeviceInfo:
+        """Import torch and load the model, on the thread that will run it. Calls `on_phase` at the beginning of each phase.
 
         Raises:
             TrouperValidationError: the checkpoint, its traits or the KV memory do not fit the config.
@@ -137,7 +135,7 @@ class ModelHost:
             _bind(self._config.cpu_bind[self._rank])
             num_workers = 1
         set_torch_environment()
-        tell("import")
+        on_phase("import")
         with collections_paused():
             import torch
 
@@ -155,7 +153,7 @@ class ModelHost:
             self._start_tier(num_threads)
         with collections_paused():
             self._runner = runner = self._make_runner()
-        tell("weights")
+        on_phase("weights")
         info = runner.load()
         if runner.is_tiny:
             # On a busy machine a barrier between threads costs a time slice of 4 ms.
@@ -168,29 +166,29 @@ class ModelHost:
         return info
 
     def _start_tier(self, num_threads: int) -> None:
-        """Start the thread of the tier on disk, which finds its files while the model is loaded."""
+        """Start the thread of the tier on disk, which lists its files while the model is loading."""
         from trouper.actors.executor.steps.tier_thread import TierThread
         from trouper.actors.executor.workers.tier_space import find_space
 
         config = self._config
         assert config.tier is not None
-        # The workers write their parts of a block at the same time.
+        # All workers write at the same time, so they share the rate.
         rate = max(1, config.tier.write_rate // config.workers_per_replica)
         space = partial(find_space, config, self._rank, num_threads)
         tier = msgspec.structs.replace(config.tier, write_rate=rate)
         self._tier = TierThread(tier, space, self._timer.idle_s)
 
     def open_tier(self, answer: Callable[[TierAnswer], None]) -> None:
-        """Let the tier on disk answer, if the config has one. Call it after `load`.
+        """Make the tier on disk, if there is one, send its answers. Call it after `load`.
 
         Args:
-            answer: called in the tier's thread, or in the thread that runs plans, with each answer.
+            answer: called with each answer, on the tier's thread or on the thread that runs plans.
         """
         if self._tier is not None:
             self._tier.begin(answer)
 
     def _attach_tier(self) -> None:
-        """Give the KV cache to the tier, if it is in memory."""
+        """Attach the KV cache to the tier, unless the cache was dropped by a sleep."""
         if self._tier is None:
             return
         from trouper.actors.executor.runners.cpu.runner import CpuRunner
@@ -199,18 +197,18 @@ class ModelHost:
         runner = self._runner
         if isinstance(runner, StageRunner):
             runner = runner.runner
-        assert isinstance(runner, CpuRunner), "the options of a tier are checked before"
+        assert isinstance(runner, CpuRunner), "the config refuses a tier with other runners"
         if caches := runner.kv_caches:
             self._tier.attach(caches, self._config.block_size, runner.states)
 
     def order_tier(self, order: TierOrder) -> None:
-        """Queue an order for the tier, behind the plans that have run."""
+        """Queue an order for the tier, after all earlier plans have run."""
         if self._tier is not None:
             self._tier.order(order)
 
     @property
     def layout(self) -> str:
-        """Describe the tensors in memory that outlives this process; empty if there are none."""
+        """Describe the tensors in the memory file; empty without one."""
         return "" if self._kept is None else self._kept.layout
 
     def _make_runner(self) -> "ModelRunner":
@@ -244,10 +242,10 @@ class ModelHost:
         return CpuRunner(self._config, kept=self._kept)
 
     def _uses_transformers(self) -> bool:
-        """Whether the transformers library computes this model.
+        """Return whether transformers computes this model, instead of trouper's own decoder.
 
         Raises:
-            UnsupportedFeatureError: it does, but not with this device or these options.
+            UnsupportedFeatureError: it does, but not on this device or with these options.
         """
         from trouper.actors.executor.models.families.registry import has_own_code
 
@@ -283,7 +281,7 @@ class ModelHost:
         """Run a plan, or launch it. Returns None if another worker answers.
 
         Raises:
-            Exception: the device can run nothing any more.
+            Exception: the device is broken and must not run further plans.
         """
         runner = self._loaded_runner
         self._timer.start()
@@ -296,7 +294,7 @@ class ModelHost:
     def call(self, action: DeviceAction) -> None:
         """Perform an action other than a step, such as a sleep or the load of an adapter.
 
-        The caller has finished every launched step before.
+        The caller must have finished all launched steps.
         """
         runner = self._loaded_runner
         match action:
@@ -314,7 +312,7 @@ class ModelHost:
             case StopProfile():
                 runner.stop_profile()
             case ProbeDevice() | ExplainLosses():
-                # A device in this process is never lost without its engine, so no loss needs an explanation.
+                # A probe only needs the answer, and losses are explained to `ProcessDevice`, not to a worker.
                 pass
             case _:
                 assert_never(action)
@@ -333,7 +331,7 @@ class ModelHost:
             self._runner.close()
 
     def _guarded(self, plan: StepPlan | PoolPlan, work: Callable[[], Any]) -> Any:
-        """Run `work`. Its exception fails all later steps of the epoch, which may already be launched."""
+        """Run `work`. An exception also fails the later steps of the epoch, even if they were already launched."""
         if plan.epoch <= self._refused_epoch:
             return StepFailed(plan.step, "an earlier step failed")
         try:
@@ -346,15 +344,15 @@ class ModelHost:
                 return PendingResult(answer.is_ready, finish, answer.when_ready)
             return answer
         if failed.is_out_of_memory and self._runner:
-            # Only here does nothing refer to the memory of the failed step.
+            # Release memory outside of the except clause, because the exception's traceback refers to the failed step's tensors.
             self._runner.release()
         return failed
 
     def _failed(self, plan: StepPlan | PoolPlan, error: Exception) -> StepFailed:
         import torch
 
-        # After such an error this GPU runs nothing any more, and with several workers the others are ahead of
-        # this one for good.
+        # After an AcceleratorError the GPU is unusable until the process restarts. With several workers, the others have
+        # advanced past this step and cannot go back.
         if isinstance(error, torch.AcceleratorError) or self._config.workers_per_replica > 1:
             raise error
         columns = plan.request_slots if isinstance(plan, StepPlan) else plan.entries
@@ -377,26 +375,23 @@ def _bind(cpus: Sequence[int]) -> None:
 
 
 def log_phase(phase: Phase, *, where: str = "") -> None:
-    """Log the phase of a load, such as the import of torch or the reading of weights.
-
-    A terminal shows it while the user waits.
-    """
+    """Log the phase of loading, such as the import of torch, for the command line to display meanwhile."""
     loading.info("%s%s", where, PHASES[phase])
 
 
 class GrammarThread:
-    """Compiles grammars one after another in a thread that starts with the first.
+    """Compile grammars one after another, on a thread that starts with the first.
 
-    The thread has a lower priority than those that compute and than the event loop, and the compiler releases
-    the interpreter lock, so streams continue.
+    The thread has a lower priority than computing threads and the event loop, and the compiler releases the
+    interpreter lock, so streams continue meanwhile.
 
     Args:
-        answer: called in this thread with the result of each grammar.
+        answer: called on this thread with the result of each grammar.
     """
 
     def __init__(self, answer: Callable[[GrammarReady], None]) -> None:
         self._answer = answer
-        # At most one grammar and a vocabulary.
+        # Bounded: at most one grammar and a vocabulary at a time.
         self._works: queue.SimpleQueue[tuple[bytes, Callable[[], object]] | None] = (
             queue.SimpleQueue()
         )
@@ -406,10 +401,7 @@ class GrammarThread:
         return f"<GrammarThread: {self._works.qsize()} to do>"
 
     def do(self, work: Callable[[], object], key: bytes = b"") -> None:
-        """Queue work for the thread, which starts with the first work.
-
-        For a grammar, pass its key to receive an answer.
-        """
+        """Queue work for the thread. `answer` is called afterwards if a key is passed, which identifies a grammar."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._serve, name="trouper-grammars", daemon=True
@@ -431,7 +423,7 @@ class GrammarThread:
             error = None
             try:
                 compile()
-            # The error belongs to the request. A panic of the library is not an Exception.
+            # The error belongs to the request. Catch BaseException, because a panic of the Rust library is not an Exception.
             except BaseException as raised:  # noqa: ASYNC103
                 error = f"{type(raised).__name__}: {raised}"
             if key:

@@ -1,8 +1,8 @@
-"""Frames between an engine and its worker processes: kind (1 byte), length (4 bytes), msgpack.
+"""Encode and decode frames between an engine and its worker processes: kind (1 byte), length (4 bytes), msgpack.
 
-A larger payload is written once into a memory file; its descriptor accompanies the frame, so embeddings of a
-prompt are not pushed through a socket buffer. Frames to another machine are always inline. Nothing is
-pickled: each kind of frame has one type, and bytes that do not decode to it are an error of the connection.
+A large payload, such as the embeddings of a prompt, is written once into a memory file instead of a socket buffer, and its
+descriptor is sent with the frame. Frames to another machine are always inline. Nothing is pickled: each kind of frame has
+one type, and bytes that do not decode to it are an error of the connection.
 """
 
 import mmap
@@ -65,7 +65,7 @@ class Load(msgspec.Struct, frozen=True):
     """Engine → worker, the first frame: what to load and the state to restore.
 
     `woken` names the parts of memory to load in spite of the sleep level, `profile` is the folder and prefix
-    of a trace to begin again, and `files` samples the model's files as they were when the engine started.
+    of a trace to start again, and `files` samples the model's files at the start of the engine.
     """
 
     config: EngineConfig
@@ -98,10 +98,9 @@ class Prepare(msgspec.Struct, frozen=True):
 
 
 class KeepMemory(msgspec.Struct, frozen=True):
-    """Engine → worker, before `Load`: the memory file that comes with this frame outlives the worker.
+    """Engine → worker, before `Load`: allocate the KV cache in the memory file sent with this frame, which outlives the worker.
 
-    A worker puts its KV cache there. `file` is the descriptor in the receiving process, which the reader of
-    the frame fills in.
+    `FrameReader` sets `file` to the descriptor in the receiving process.
     """
 
     file: int = -1
@@ -111,7 +110,7 @@ class Loaded(msgspec.Struct, frozen=True):
     """Worker → engine: the worker is ready for plans.
 
     It contains the sizes that the scheduler needs, such as the number of KV blocks. `layout` describes the
-    tensors in memory that outlives the worker; only a worker with the same layout can use their contents.
+    tensors in the memory file; only a worker with the same layout can use their contents.
     """
 
     info: DeviceInfo
@@ -119,7 +118,7 @@ class Loaded(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """Worker → engine: the current phase of its start. The engine shows it, because loading takes long."""
+    """Worker → engine: the current phase of its start, which the engine logs because loading may take minutes."""
 
     phase: Literal["import", "weights"]
 
@@ -143,9 +142,7 @@ class Returned(msgspec.Struct, frozen=True):
 
 
 class ErrorText(msgspec.Struct, frozen=True):
-    """An exception as data: its class name, from which our own errors are restored, and its message, parameter
-    and value.
-    """
+    """Represent an exception as data: its class name, by which trouper's own errors are restored, and its fields."""
 
     kind: str
     message: str
@@ -157,7 +154,7 @@ class ErrorText(msgspec.Struct, frozen=True):
 class Broken(msgspec.Struct, frozen=True):
     """Worker → engine, the last frame: the error that ends the worker.
 
-    A worker killed by the system sends none; its exit status is the cause then.
+    A worker killed by a signal cannot send it; then its exit status shows the cause.
     """
 
     error: ErrorText
@@ -199,14 +196,14 @@ _KINDS = {kind: number for number, kind in enumerate(TYPES)}
 
 
 class WireError(Exception):
-    """The received bytes are not a frame of this protocol.
+    """Report bytes that are not a frame of this protocol.
 
-    The worker is treated as lost, because the position of the next frame is unknown.
+    The worker then counts as lost, because the beginning of the next frame is unknown.
     """
 
 
 class _Array(msgspec.Struct, array_like=True):
-    """A numpy array as data: dtype, shape and bytes."""
+    """Represent a numpy array as dtype, shape and bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -277,9 +274,9 @@ def encode(
     """Encode a frame.
 
     Args:
-        num_workers: number of workers of the device. With more workers more plans may wait in each socket, so
+        num_workers: the workers of the device. With more workers, more plans may be queued in each socket, so
             inline payloads must be smaller.
-        is_inline: whether the connection cannot carry descriptors.
+        is_inline: never use a memory file, because the connection cannot carry descriptors.
 
     Returns:
         The bytes to send, and the descriptor of a memory file to send with them or None. The caller closes
@@ -304,10 +301,10 @@ def encode(
 
 
 def encode_adapter(call: Call) -> tuple[bytes, int]:
-    """Encode a call that carries an adapter. Run it in a thread: it writes gigabytes in blocks and releases the
-    interpreter lock while doing so.
+    """Encode a call that carries an adapter. Run it in a thread, because it may write gigabytes; it releases the interpreter
+    lock meanwhile.
 
-    The weights are the last value of the frame, so they can be appended to the encoded rest without a copy.
+    The weights are the last value of the frame, so they are appended to the encoded rest without a copy.
     """
     action = call.action
     assert isinstance(action, LoadAdapter)
@@ -339,7 +336,7 @@ def read_inline(data: bytes, file: int) -> bytes:
 
 
 class FrameReader:
-    """Splits a stream of bytes, and the descriptors received with them, into frames. It owns the descriptors of
+    """Split a stream of bytes, and the descriptors received with them, into frames. It owns the descriptors of
     frames not taken yet.
 
     Args:
@@ -381,7 +378,7 @@ class FrameReader:
         tag, length = HEADER.unpack_from(self._bytes)
         kind, is_in_file = tag & ~IN_FILE, bool(tag & IN_FILE)
         if kind >= len(TYPES):
-            raise WireError(f"unknown kind {kind}")
+            raise WireError(f"unknown kind of frame: {kind}")
         if not is_in_file and length > self._max_inline:
             raise WireError(
                 f"a {TYPES[kind].__name__} of {length} bytes must be sent in a memory file"
@@ -396,7 +393,9 @@ class FrameReader:
         try:
             return self._decoders[kind].decode(payload)
         except (msgspec.DecodeError, ValueError, TypeError) as error:
-            raise WireError(f"not a {TYPES[kind].__name__}: {error}") from None
+            raise WireError(
+                f"a frame cannot be decoded as {TYPES[kind].__name__}: {error}"
+            ) from None
 
     def _read_file(self, length: int) -> memoryview:
         """Map the memory file. Decoded values refer to the mapping and keep it alive."""
@@ -406,7 +405,7 @@ class FrameReader:
                 raise WireError("the memory file of a frame is too short")
             return memoryview(mmap.mmap(file, length, prot=mmap.PROT_READ))
         except OSError as error:
-            raise WireError(f"a memory file cannot be read: {error}") from None
+            raise WireError(f"the memory file of a frame cannot be read: {error}") from None
         finally:
             os.close(file)
 
@@ -416,10 +415,6 @@ class FrameReader:
         return self._files.popleft()
 
     def close(self) -> None:
-        """Close the memory files of frames never taken.
-
-        Idempotent. Their descriptors would otherwise stay open for the life of the process. No frame can be taken
-        afterwards.
-        """
+        """Close the memory files of frames that were never taken. No frame can be taken afterwards. Idempotent."""
         while self._files:
             os.close(self._files.popleft())

@@ -1,11 +1,10 @@
-"""The main program of a worker process: `python -m trouper.actors.executor.workers.worker [--machine JSON]
-CONTROL PARENT [FILE …]`.
+"""Run a worker process: `python -m trouper.actors.executor.workers.worker [--machine JSON] CONTROL PARENT [FILE …]`.
 
-CONTROL is the descriptor of a socket to the engine, PARENT the id of the parent process, and each FILE a link
-between workers. The worker answers frames in order; its main thread owns the model. Two guards end it with
-the engine and are set before torch is imported: a thread that waits for the socket's hang-up, and the
-kernel's parent-death signal. The socket of a worker on another machine is a TCP connection, which cannot
-carry descriptors. The worker ignores the signals of a terminal, since the engine handles them.
+CONTROL is the descriptor of a socket to the engine, PARENT the process id of the parent, and each FILE the descriptor
+of a link between workers. The main thread owns the model and answers frames in order. Two guards, set before torch is
+imported, end the worker if the engine dies: a thread that waits until the socket hangs up, and Linux's parent-death
+signal. A worker on another machine is connected by TCP, which cannot carry descriptors. The worker ignores the signals
+of a terminal, because the engine handles them.
 """
 
 import ctypes
@@ -52,21 +51,17 @@ from trouper.actors.runtime.process_resources import collections_paused, set_tor
 READ_BYTES = 2**18
 # Memory files received in one read; a frame has at most one.
 MAX_FILES = 16
-# Seconds that the worker polls after a step before it sleeps: a plan and its answer cross in 0.1 ms, and
-# waking a sleeping thread takes as long again. With one processor the engine would only wait for it.
+# Seconds for which the worker polls after a step before it sleeps: a plan and its answer take 0.1 ms in transit, and
+# waking a sleeping thread as long again. With only one processor, polling would just delay the engine.
 AWAKE_S = 2e-4 if (os.cpu_count() or 1) > 1 else 0.0
-# Seconds between two checks of a launched step and of the socket.
+# Seconds between two polls of a launched step and of the socket.
 POLL_S = 5e-5
 PR_SET_PDEATHSIG = 1
 EXIT_ORPHANED, EXIT_BROKEN = 70, 71
 
 
 def main() -> None:
-    """Serve one engine, then exit.
-
-    The arguments are descriptors inherited from the engine.  Signals of the terminal are ignored, because the engine
-    decides when workers end.
-    """
+    """Serve one engine until it closes this worker, then exit."""
     arguments = sys.argv[1:]
     machine = None
     if arguments[0] == "--machine":
@@ -83,14 +78,14 @@ def main() -> None:
 
 
 def end_with_the_engine(control: socket.socket, parent: int) -> None:
-    """Set both guards that end this process with the engine.
+    """Make this process end when the engine ends, even if the engine is killed.
 
-    They are the end of the connection and, on Linux, a signal of the kernel, so no worker survives a killed engine.
+    The guards are the end of the connection and, on Linux, the parent-death signal.
     """
     threading.Thread(target=_exit_at_hang_up, args=(control.fileno(),), daemon=True).start()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        # The parent died before the kernel was asked for the signal.
+        # The parent may have died before the signal was requested.
         if os.getppid() != parent:
             os._exit(EXIT_ORPHANED)
 
@@ -105,7 +100,7 @@ def _exit_at_hang_up(control: int) -> None:
 
 
 class Worker:
-    """Reads frames, performs them and writes the answers in the main thread. Another thread compiles grammars.
+    """Read frames, perform them and write the answers, all on the main thread. Another thread compiles grammars.
 
     Args:
         machine: facts of this machine; None on the coordinator's own machine.
@@ -118,7 +113,7 @@ class Worker:
         machine: MachineFacts | None = None,
     ) -> None:
         self._control, self._files = control, files
-        self._machine = machine  # None: the coordinator's own machine
+        self._machine = machine
         self._grammars = ReceivedGrammars()
         self._is_remote = control.family != socket.AF_UNIX
         self._frames = FrameReader(
@@ -127,10 +122,10 @@ class Worker:
         # Log records and grammar answers are written by other threads.
         self._writing = threading.Lock()
         self._preparing = GrammarThread(self._write)
-        # Descriptor of the memory that outlives this process, if there is any.
+        # The descriptor of the memory file for the KV cache, which outlives this process, or None.
         self._kept: int | None = None
         self._host: ModelHost | None = None
-        # Launched steps without a result yet, at most those in flight.
+        # Launched steps without a result; the scheduler bounds the steps in flight.
         self._launched: deque[PendingResult[StepResult | None]] = deque()
         self._awake_until_s = 0.0
 
@@ -143,18 +138,18 @@ class Worker:
         try:
             while self._answer(self._next_frame()):
                 pass
-        # This is the end of the process: the engine receives the error.
+        # The process ends here, and the engine receives the error.
         except BaseException as error:  # noqa: ASYNC103
             self._write(Broken(words := describe_error(error)))
-            if self._is_remote and sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison]  # this machine's log says it, too
+            if self._is_remote and sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison]
                 sys.stderr.write(f"{words.kind}: {words.message}\n")
             logging.shutdown()
             os._exit(EXIT_BROKEN)
-        # Threads of libraries are not waited for.
+        # Exit without waiting for threads of libraries.
         os._exit(0)
 
     def _next_frame(self) -> Frame:
-        """Wait for a frame; meanwhile return the results of launched steps."""
+        """Return the next frame. While waiting for it, write the results of launched steps."""
         while True:
             while self._launched and self._launched[0].is_ready():
                 self._finish_first()
@@ -173,7 +168,7 @@ class Worker:
             self._frames.feed(data, files)
 
     def _answer(self, frame: Frame) -> bool:
-        """Perform a frame. Returns False for the last one."""
+        """Perform a frame. Returns False if it was the last one."""
         match frame:
             case Prepare():
                 _import_torch()
@@ -228,7 +223,7 @@ class Worker:
         for key in order.released:
             self._grammars.release(key)
         source = order.grammar.rules.source
-        assert source is not None, "a grammar that need not be compiled"
+        assert source is not None, "the grammar is already compiled"
         self._preparing.do(lambda: self._grammars.hold(source), order.grammar.key)
 
     def _step(self, plan: Any) -> None:
@@ -265,7 +260,7 @@ class Worker:
                     socket.send_fds(self._control, [data], [file])
                 else:
                     self._control.sendall(data)
-            # The engine has ended; a guard ends this process.
+            # The engine has ended, and a guard will end this process.
             except OSError:
                 pass
             finally:
@@ -280,7 +275,7 @@ def _import_torch() -> None:
 
 
 class _ForwardedLog(logging.Handler):
-    """Sends log records to the engine, which logs them under the worker's name."""
+    """Send log records to the engine, which logs them under the worker's name."""
 
     def __init__(self, write: Any) -> None:
         super().__init__()
