@@ -1,22 +1,21 @@
 """The interface between runners and the models that they compute.
 
-A runner batches sequences, keeps their blocks and samples tokens. It never assumes how a model is built: trouper's own
-models (`native_decoder.py`) and those of the transformers library (`hf_decoder.py`) both implement `Decoder`, which
-declares what each layer keeps between steps and computes one step at a time.
+A runner batches sequences, owns the memory of their KV cache and samples tokens. It does not depend on the implementation of a
+model: trouper's own models (`native_decoder.py`) and those of transformers (`hf_decoder.py`) both implement `Decoder`, which
+declares the memory that each layer needs between steps, and computes one step at a time.
 
-Attention keeps keys and values of every token (`KVCacheSpec`). A recurrent mixer keeps a state of fixed size instead, which
-every token changes (`StateSpec`). The runner owns the memory of both. States are in the rows of a pool: the sequence in
-request slot i has row i, and the rows behind the slots keep copies of states at block boundaries. A step tells the decoder
-which tokens belong to which row (`StepStates`). For each entry, a mixer must
+Attention stores keys and values of every token (`KVCacheSpec`). A recurrent mixer stores a state of fixed size instead, which
+every token changes (`StateSpec`). States are rows of a pool: the sequence in request slot i has row i, and the rows after the request
+slots hold copies of states at block boundaries. `StepStates` maps the tokens of a step to rows. For each entry, a mixer must
 
-1. begin with zeros if `starts[entry]` is 0, whatever the row contains (it may be NaN), else with the row;
-2. process the tokens in the order of positions, so that the state is a function of the tokens and not of how they were cut;
-3. write the state behind the last token to the row, and touch no other row.
+1. begin with zeros if `starts[entry]` is 0, whatever the row contains (it may be NaN), otherwise with the row;
+2. process the tokens in the order of positions, so that the state does not depend on how a prompt is divided into steps;
+3. write the state after the last token to the row, and write no other row except those of `saves`.
 
-The last tokens of an entry may be drafts, which count only if the sampled tokens confirm them. A mixer computes their outputs, but
-writes the state before them to the row, and keeps their inputs. `replay` then moves the state forward over the confirmed ones.
+The last tokens of an entry may be drafts, which count only if they are accepted. A mixer computes their outputs, but writes the
+state before them to the row, and stores their inputs. `replay` then advances the state over the accepted drafts.
 
-Therefore a last layer with a recurrent mixer computes all tokens of a step, and `read` selects behind its mixer.
+A state needs every token, so a recurrent mixer in the last layer computes all tokens of a step; `read` selects tokens only after it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,12 +33,12 @@ LOGITS_AT_ONCE = 256
 
 
 class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The shape of the keys and values that a group of consecutive layers keeps of each token.
+    """Describe the keys and values that a group of consecutive layers stores for each token.
 
-    All layers of a group have this shape, share one tensor, and find their blocks through the same block table.
-    `keys` contains each distinct key of an attention plan once: a window, or a window and a block table if layers have tables of their own.
-    Then `num_layers` is the largest number of layers of one table, the layers of all tables share the tensor, and `places` contains
-    the place of each layer in it. `windows` has the window of each block table of the whole model.
+    All layers of a group have this shape, share one tensor, and usually share one block table. `keys` contains each distinct key of an
+    attention plan once: a window, or a window and a block table if a model has several tables. With several tables, `num_layers` is
+    the largest number of layers of one table, the layers of all tables share the tensor, and `places` has the index of each layer
+    in it. `windows` has the window of each block table of the whole model.
     """
 
     num_layers: int
@@ -51,7 +50,7 @@ class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def token_size(self) -> int:
-        """Return how many numbers all layers of one table keep for one token.
+        """Return how many numbers all layers of one table store for one token.
 
         Multiplied by the size of a number and of a block, this gives the bytes of a KV block.
         """
@@ -63,11 +62,11 @@ class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The shapes of the state that one recurrent mixer keeps of a sequence.
+    """Describe the state that one recurrent mixer stores for each sequence.
 
     `conv` is [K - 1, C], the last inputs of a convolution with K taps and C channels, in the model's dtype. `matrix` is
     always float32. A mixer has one of them or both. A layer with several mixers numbers them by `index`. `inputs` are the widths
-    of the mixer's inputs of one token, from which a confirmed draft is replayed; () if the mixer cannot replay.
+    of the mixer's inputs for one token, which `replay` needs for an accepted draft; () if the mixer cannot replay.
     """
 
     layer: int
@@ -78,9 +77,9 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MixerState(NamedTuple):
-    """The states of one mixer, for all rows of the pool: `conv` is [rows, K - 1, C] and `matrix` [rows, …].
+    """Hold the states of one mixer, for all rows of the pool: `conv` is [rows, K - 1, C] and `matrix` [rows, …].
 
-    `inputs` are those of the drafts of one step, [drafts, width] each; () if steps have no drafts.
+    `inputs` are the inputs of one step's drafts, [drafts, width] each; () if steps have no drafts.
     """
 
     conv: Tensor | None
@@ -89,7 +88,7 @@ class MixerState(NamedTuple):
 
 
 class StepStates(NamedTuple):
-    """The states that a step reads and writes. The arrays are int64 and have one element for each entry of the step."""
+    """Describe the states that a step reads and writes. The arrays are int64 and have one element for each entry of the step."""
 
     # The first token of each entry in the flat batch, and the number of its tokens.
     firsts: np.ndarray
@@ -97,7 +96,7 @@ class StepStates(NamedTuple):
     # The row of each entry, and the position of its first token.
     rows: np.ndarray
     starts: np.ndarray
-    # The tokens of each entry before its drafts, and the place of the inputs of its first draft.
+    # The number of tokens of each entry before its drafts, and the row of `MixerState.inputs` for its first draft.
     settled: np.ndarray
     keeps: np.ndarray
     # The copies of states inside the step, see `Entries`.
@@ -117,9 +116,9 @@ def windows_of(specs: Sequence[KVCacheSpec]) -> tuple[int | None, ...]:
 
 
 class LogitsIndices(NamedTuple):
-    """The tokens of a step that the last layer computes completely.
+    """Select the tokens of a step that the last layer computes completely.
 
-    The last layer computes only keys and values for all other tokens, so a long prompt costs it little more than one token.
+    For all other tokens it computes only keys and values, so a long prompt costs the last layer little more than one token.
     """
 
     # [R] int64, positions in the batch.
@@ -129,22 +128,19 @@ class LogitsIndices(NamedTuple):
 
 
 class Decoder(Protocol):
-    """A causal language model with its weights.
+    """Compute a causal language model with its weights.
 
-    It knows nothing of sequences: a step is a flat batch of T tokens of E numbers, with plans of its attention.
+    It has no notion of sequences: a step is a flat batch of T tokens with hidden size E, and plans of its attention.
     """
 
     @property
     def cache_specs(self) -> tuple[KVCacheSpec, ...]:
-        """Describe what the layers keep of each token, in the order of the layers.
-
-        The runner allocates the KV cache from it before the first step.
-        """
+        """Describe what the layers store for each token, in layer order. The runner allocates the KV cache accordingly."""
         ...
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
-        """Return the state of each recurrent mixer, in the order of the layers; () if the model keeps only keys and values."""
+        """Return the state of each recurrent mixer, in layer order; () if the model stores only keys and values."""
         ...
 
     @property
@@ -154,7 +150,7 @@ class Decoder(Protocol):
 
     @property
     def is_recordable(self) -> bool:
-        """Whether a step consists only of compiled kernels, which can be recorded and replayed.
+        """Return whether a step consists only of compiled kernels, which can be recorded and replayed.
 
         Steps with other code are called from Python each time.
         """
@@ -170,9 +166,9 @@ class Decoder(Protocol):
 
     @property
     def num_weight_bytes(self) -> int:
-        """Return the bytes that all weights take in memory, the embedding included.
+        """Return the bytes that all weights take in memory, including the embedding.
 
-        The memory for the KV cache is computed from it. It does not change after loading.
+        It does not change after loading, and determines how much memory remains for the KV cache.
         """
         ...
 
@@ -209,18 +205,18 @@ class Decoder(Protocol):
             embeds: embeddings that replace those of tokens, as (first token, rows).
             read: the tokens to return states of; all by default.
             hidden_TE: the output of the previous pipeline stage; it is overwritten. Without it the tokens are embedded.
-            states: the states of recurrent mixers, which this step moves forward; None if the model has none.
+            states: the states of recurrent mixers, which this step advances; None if the model has none.
 
         Returns:
-            [T, E] after the last norm, or as the next stage needs it; [R, E] with `read`. Rows of padding are arbitrary.
+            [T, E] after the final norm, or the input of the next stage; [R, E] with `read`. Rows of padding are arbitrary.
         """
         ...
 
     def replay(self, states: StepStates) -> None:
-        """Move recurrent states forward over drafts that turned out right, from the inputs that the last step kept.
+        """Advance recurrent states over accepted drafts, from the inputs that the last step stored.
 
         Args:
-            states: `firsts` and `counts` are rows of the kept inputs, `starts` the positions of the first drafts.
+            states: `firsts` and `counts` select rows of the stored inputs, `starts` has the positions of the first drafts.
         """
         ...
 
@@ -228,10 +224,10 @@ class Decoder(Protocol):
         """Return the logits [R, vocabulary] of hidden states after the last norm: float32 on the CPU, any float on a GPU.
 
         Args:
-            head: replaces the model's own, for rows of an adapter that has one.
+            head: replaces the model's own head, for rows of an adapter with its own head.
         """
         ...
 
     def num_logits(self, num_rows: int) -> int | None:
-        """Return how many logits this many rows have. Returns None if their product cannot be part of a recorded step."""
+        """Return how many logits this many rows have. Returns None if a recorded step cannot compute them."""
         ...

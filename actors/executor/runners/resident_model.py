@@ -1,10 +1,10 @@
-"""Declare what a device needs of the model that it runs (`ModelRunner`), and keep the memory of such a model (`ResidentModel`).
+"""Define the interface between a device and the model that it runs (`ModelRunner`), and own a model's memory (`ResidentModel`).
 
-Devices differ in where a model runs; runners differ in what runs: on the CPU or a GPU, generating or pooling. The interface
-keeps both independent.
+A device decides in which thread or process a model runs, a runner how it is computed: on the CPU or a GPU, to generate or to
+pool. This interface makes the two independent.
 
-An engine may sleep: it then gives back its KV cache, and its weights too at level 2. A runner therefore finds weights and
-memory absent or present in any combination. `ResidentModel` owns both, so a runner only asks for what a step needs.
+A sleeping engine frees its KV cache, and at level 2 also its weights. Either may therefore be absent when a runner needs it.
+`ResidentModel` owns both, so that a runner only asks for what a step needs.
 """
 
 import logging
@@ -25,21 +25,21 @@ from trouper.errors import ProfilerAlreadyActiveError
 
 
 class ModelRunner(Protocol):
-    """A model with its memory on one device, synchronous and without scheduling state.
+    """Run a model with its memory on one device, synchronously and without scheduling state.
 
     It belongs to the thread that calls `load`.  Plans run in the order of the calls.
     """
 
     @property
     def is_tiny(self) -> bool:
-        """Whether one thread computes the model faster than several threads, which wait for each other.
+        """Return whether one thread computes the model faster than several threads, which must wait for each other.
 
-        The device then uses one, also for the sake of other processes.
+        The device then uses one thread, which also leaves cores for other processes.
         """
         ...
 
     def load(self) -> DeviceInfo:
-        """Read the weights and take all memory: everything that can fail at start.
+        """Load the weights and allocate all memory, so that errors occur at start and not during a step.
 
         Raises:
             TrouperValidationError: the checkpoint does not fit the config, or the memory is too small.
@@ -49,9 +49,9 @@ class ModelRunner(Protocol):
     def execute(
         self, plan: StepPlan | PoolPlan
     ) -> StepResult | PendingResult[StepResult | None] | None:
-        """Run a plan of the kind that the model is for, or launch it.  Returns None if another worker answers.
+        """Run a plan, or launch it.  Returns None if another worker answers.
 
-        After an exception the rows of the plan must be given again.
+        After an exception, the sequences of the plan must be scheduled again.
         """
         ...
 

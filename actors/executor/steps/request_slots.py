@@ -1,8 +1,8 @@
-"""State of each sequence on a device between steps, stored in numbered slots.
+"""Store the state of each sequence on a device between steps, in numbered slots.
 
-The tables are numpy arrays of fixed size, so a step gathers its inputs with array operations, independent of
-the number of entries. Law: the token at position p of a slot is final once the step that sampled it has run.
-Later plans read it from here, so they can be made before the scheduler knows the token.
+The tables are numpy arrays of fixed size, so that a step gathers its inputs with a constant number of array operations, whatever
+the number of entries. Law: the token at position p of a slot is final once the step that sampled it has run. The next step
+reads it from here, so the scheduler can plan that step before it receives the token.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,10 +18,10 @@ from trouper.actors.messages.steps import NEVER, NewSequence, Sampling, StepPlan
 
 
 class PromptSpan(NamedTuple):
-    """Prompt tokens of one entry that this step predicts and whose logprobs were requested.
+    """Select the prompt tokens of one entry for which this step computes logprobs.
 
     `first_token` is the index in the flat batch of the token that predicts the first of them. `num_top` is
-    the number of top logprobs, -1 for the whole vocabulary.
+    the number of top logprobs, or -1 for the whole vocabulary.
     """
 
     entry: int
@@ -31,15 +31,15 @@ class PromptSpan(NamedTuple):
 
 
 class Axes(NamedTuple):
-    """Positions in time, height and width (M-RoPE) of one prompt with images.
+    """Hold the positions in time, height and width (M-RoPE) of one prompt with images.
 
-    The three are equal in text. The rows of an image begin where the text before it ends, and the text behind it continues
-    from the largest position of the image.
+    The three are equal for text. An image's positions begin at the next position of the text before it, and the text after it
+    continues from the largest position of the image.
     """
 
     # [3, n] up to the end of the last image.
     positions: np.ndarray
-    # What is added to a position behind them.
+    # The offset to add to later positions.
     delta: int
 
     @classmethod
