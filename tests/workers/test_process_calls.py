@@ -187,7 +187,7 @@ def test_final_worker_group_releases_resources():
         worker_group.peers[0].hang_up()
         assert isinstance(await device.receive(), DeviceLost)
         assert worker_group.num_releases == 0
-        with pytest.raises(DeviceStartError, match="are spent"):
+        with pytest.raises(DeviceStartError, match="all restarts are used"):
             await device.receive()
         assert worker_group.num_releases == 1
 
