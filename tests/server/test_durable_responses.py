@@ -7,6 +7,7 @@ import anyio.lowlevel
 import msgspec
 import pytest
 
+from trouper.frontends.server.admission.overload import Level
 from trouper.frontends.server.apis.responses import routes
 from trouper.frontends.server.durable import journal
 
@@ -216,6 +217,23 @@ async def test_background_responses_with_one_key_run_once(life):
                 tasks.start_soon(ask, client)
         assert len(set(names)) == 1
         assert len(client.service.journal.streams) == 1
+
+
+async def test_retry_is_not_refused_for_load(life):
+    """It computes nothing new, so it needs no place."""
+    async with life() as client:
+        answers = []
+        for level, key in (
+            (Level.CALM, "one"),
+            (Level.SHED_ALL, "one"),
+            (Level.SHED_ALL, "two"),
+        ):
+            client.service.gate.level = level
+            answers.append(
+                await client.post(PATH, SAMPLED | {"stream": False}, [("idempotency-key", key)])
+            )
+        assert [answer.status for answer in answers] == [200, 200, 503]
+        assert answers[0].json["id"] == answers[1].json["id"]
 
 
 async def test_other_body_with_same_key_is_refused_meanwhile(life, monkeypatch):

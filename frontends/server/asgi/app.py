@@ -17,7 +17,6 @@ from trouper.errors import EngineDeadError
 from trouper.frontends.server.admission.overload import Level
 from trouper.frontends.server.asgi.auth import Authenticator
 from trouper.frontends.server.asgi.durable_requests import (
-    DurableRequest,
     attached,
     has_stream,
     read_durable,
@@ -245,11 +244,11 @@ class App:
         if residency is not None:
             service = (await choose_model(residency, context, route, body)).service
         durable = await read_durable(service, context, route, body)
-        if isinstance(durable, DurableStream) and durable.attach is None:
-            # It needs no place of its own.
+        if isinstance(durable, DurableStream):
+            # Reading an earlier answer needs no place of its own.
             memory.release()
             return attached(route, durable), service, None
-        if isinstance(durable, DurableRequest):
+        if durable is not None:
             # Parts of the decoded request refer to its body, and it may outlive the connection.
             body = durable.body
         if route.generates or route.tokenizes:

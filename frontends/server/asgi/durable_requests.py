@@ -104,8 +104,8 @@ def attached(route: Route, stream: DurableStream) -> Route:
     return msgspec.structs.replace(route, handler=follow, generates=False)
 
 
-def started(route: Route, asked: DurableRequest | DurableStream) -> Route:
-    """Return a route that starts the answer to a durable request, or follows the background response that it retries.
+def started(route: Route, asked: DurableRequest) -> Route:
+    """Return a route that starts the answer to a durable request.
 
     The answer runs in a task of its own and survives its client, so even the first client reads it through the stream.
     """
@@ -113,7 +113,7 @@ def started(route: Route, asked: DurableRequest | DurableStream) -> Route:
 
 
 async def _start_stream(
-    asked: DurableRequest | DurableStream,
+    asked: DurableRequest,
     route: Route,
     service: Service,
     context: RequestContext,
@@ -131,7 +131,6 @@ async def _start_stream(
         return
     if stream is None:
         assert service.journal is not None
-        assert isinstance(asked, DurableRequest)
         context.name_by(getattr(request, "request_id", None))
         now = time.time()
         name = f"{route.stream_prefix}{context.id}"
