@@ -263,10 +263,10 @@ def ungrouped(rows, config):
     return np.concatenate([part.reshape(-1, *rows.shape[1:]) for part in parts])
 
 
-def converted(model, path, arch, numbers=None, kind=None):
+def converted(model, path, arch, numbers=None, kind=None, others=()):
     """A model of transformers, saved in the same folder, as a GGUF file; matrices of `kind`, or as they are.
 
-    Words behind the name of the architecture choose another form of file.
+    Words behind the name of the architecture choose another form of file. `others` names more tensors.
     """
     arch, _, form = arch.partition(" ")
     family, config, tensors = FAMILIES[arch], model.config, {}
@@ -280,7 +280,8 @@ def converted(model, path, arch, numbers=None, kind=None):
         tensors.setdefault(place.name, {})[place.expert] = in_file(array, name, arch, config)
     if form == "fused":
         tensors = with_fused_experts(tensors)
-    return write(path, arch, [stored(*each, kind) for each in tensors.items()], numbers)
+    more = [(name, np.ones(32, np.float32), None) for name in others]
+    return write(path, arch, [stored(*each, kind) for each in tensors.items()] + more, numbers)
 
 
 def in_file(array, name, arch, config):
@@ -911,6 +912,15 @@ def test_tensor_of_a_layer_that_nothing_reads_is_refused(tmp_path):
     with pytest.raises(UnsupportedFeatureError, match=rule) as error:
         GgufCheckpoint(path).check(parameters_of(traits_of(path)))
     assert error.value.parameter == "model"
+
+
+def test_tensors_with_other_uses_are_ignored(tmp_path):
+    """Rotary tables of old files, a layer that predicts further tokens, and a tower."""
+    name, changes, numbers = MODELS["lfm2"]
+    model = tiny_model(name, {"num_hidden_layers": 4, **changes}, tmp_path)
+    others = ["blk.0.attn_rot_embd.weight", "blk.4.nextn.eh_proj.weight", "v.blk.0.attn_q.weight"]
+    path = converted(model, tmp_path / "m.gguf", "lfm2", numbers, others=others)
+    GgufCheckpoint(path).check(parameters_of(traits_of(path)))
 
 
 def load_changed(path, content, edits):
