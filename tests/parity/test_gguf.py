@@ -825,7 +825,7 @@ def test_folder_with_one_file_and_quantization_name_it(tmp_path):
     assert find_gguf(tmp_path, "q8_0") == tmp_path / "m-Q8_0.gguf"
     with pytest.raises(TrouperValidationError, match=r"m-Q4_0\.gguf, m-Q8_0\.gguf"):
         find_gguf(tmp_path)
-    with pytest.raises(TrouperValidationError, match="no Q5_K"):
+    with pytest.raises(TrouperValidationError, match="no model matches Q5_K"):
         find_gguf(tmp_path, "Q5_K")
 
 
