@@ -266,7 +266,7 @@ def ungrouped(rows, config):
 def converted(model, path, arch, numbers=None, kind=None, others=()):
     """A model of transformers, saved in the same folder, as a GGUF file; matrices of `kind`, or as they are.
 
-    Words behind the name of the architecture choose another form of file. `others` names more tensors.
+    Words behind the name of the architecture choose another form of file. `others` names more tensors, of zeros.
     """
     arch, _, form = arch.partition(" ")
     family, config, tensors = FAMILIES[arch], model.config, {}
@@ -280,7 +280,7 @@ def converted(model, path, arch, numbers=None, kind=None, others=()):
         tensors.setdefault(place.name, {})[place.expert] = in_file(array, name, arch, config)
     if form == "fused":
         tensors = with_fused_experts(tensors)
-    more = [(name, np.ones(32, np.float32), None) for name in others]
+    more = [(name, np.zeros(32, np.float32), None) for name in others]
     return write(path, arch, [stored(*each, kind) for each in tensors.items()] + more, numbers)
 
 
@@ -915,10 +915,12 @@ def test_tensor_of_a_layer_that_nothing_reads_is_refused(tmp_path):
 
 
 def test_tensors_with_other_uses_are_ignored(tmp_path):
-    """Rotary tables of old files, a layer that predicts further tokens, and a tower."""
+    """Rotary tables of old files, a layer that predicts further tokens, a tower, and a bias that changes nothing."""
     name, changes, numbers = MODELS["lfm2"]
     model = tiny_model(name, {"num_hidden_layers": 4, **changes}, tmp_path)
-    others = ["blk.0.attn_rot_embd.weight", "blk.4.nextn.eh_proj.weight", "v.blk.0.attn_q.weight"]
+    others = [
+        "blk.0.attn_rot_embd.weight", "blk.4.nextn.eh_proj.weight", "v.blk.0.attn_q.weight", "blk.0.ffn_up.bias",
+    ]  # fmt: skip
     path = converted(model, tmp_path / "m.gguf", "lfm2", numbers, others=others)
     GgufCheckpoint(path).check(parameters_of(traits_of(path)))
 

@@ -114,18 +114,28 @@ class GgufCheckpoint:
     def _check_all_read(self, needed: set[str]) -> None:
         """Check that the layers have no other tensors: a bias that is not added changes every token.
 
-        Tensors outside of the layers, and those of layers behind the last one, have other uses.
+        Tensors outside of the layers, and those of layers behind the last one, have other uses.  A bias of zeros changes nothing.
         """
         layers = {name.partition(".")[2].partition(".")[0] for name in needed if name[:4] == LAYER}
         others = [
             name
             for name in sorted(self._header.tensors.keys() - needed)
-            if name[:4] == LAYER and name.split(".")[1] in layers and UNREAD not in name
+            if name[:4] == LAYER
+            and name.split(".")[1] in layers
+            and UNREAD not in name
+            and not self._is_zero_bias(name)
         ]
         if others:
             shown = ", ".join(others[:4]) + ", …" * (len(others) > 4)
             rule = f"{self._header.path.name} has {len(others)} tensors that {self._family.architecture} does not use: {shown}"
             raise UnsupportedFeatureError(rule, parameter="model")
+
+    def _is_zero_bias(self, name: str) -> bool:
+        """Return whether a bias consists of zeros, which some writers store for projections without a bias."""
+        tensor = self._header.tensors[name]
+        if not name.endswith(".bias") or tensor.type.name not in PLAIN:
+            return False
+        return not self._files.plain(tensor, 0, tensor.shape[0]).any()
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         whole = torch.empty(shape)
