@@ -336,7 +336,8 @@ def _split_thinking(message: dict[str, Any], where: str) -> None:
     others: list[Any] = []
     for i, part in enumerate(parts):
         if not is_object(part) or part.get("type") != "thinking":
-            others.append(part)
+            # Checked here, because behind a removed part its place would be another.
+            others.append(_part(part, f"{where}[{i}]"))
             continue
         thought = part.get("thinking")
         texts = (
@@ -362,7 +363,8 @@ def _part(part: Any, where: str) -> dict[str, Any]:
     if not is_object(part):
         raise TrouperValidationError("a part must be a dict", parameter=where)
     kind = part.get("type", "text")
-    if kind == "prompt_embeds" and isinstance(part.get("index"), int):  # of `mixed.py`
+    # The place of embeddings in the prompt, see `prompts/placeholders.py`.
+    if kind == "prompt_embeds" and isinstance(part.get("index"), int):
         return {"type": "text", "text": f"{MARK}{part['index']}{MARK}"}
     if kind in (IMAGE, AUDIO) and isinstance(part.get("index"), int):
         return {"type": kind, "index": part["index"]}

@@ -441,6 +441,8 @@ SUITE = {
           messages=[{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{"type": "custom", "id": "c", "custom": {"name": "f", "input": "x"}}]}]),
         h("a part of thinking without text", 400, "invalid_value", "messages[1].content[0].thinking", tools=None,
           messages=[{"role": "user", "content": "x"}, {"role": "assistant", "content": [{"type": "thinking", "thinking": 3}]}]),
+        h("a bad part behind thinking", 400, "not_supported", "messages[1].content[1]", tools=None,
+          messages=[{"role": "user", "content": "x"}, {"role": "assistant", "content": [{"type": "thinking", "thinking": "a"}, {"type": "x"}]}]),
         h("tool choice", 400, "invalid_value", "tool_choice", tool_choice="required"),
         h("many tools", 400, "invalid_value", "tools", tools=[{"function": {"name": "f"}}] * 1000),
         *(
