@@ -3,7 +3,7 @@
 Heads are projections and classifiers, functions from hidden [C, E] or [L, E] to embeddings [.., size] or logits [.., labels].
 They compute in float32.
 
-Laws as in `weights.py`: shapes are checked against the traits, one matrix at a time is cast and packed, nothing is unpickled.
+Laws as in `decoder.py`: shapes are checked against the traits, one matrix at a time is cast and packed, nothing is unpickled.
 Other contents of a checkpoint (other heads, buffers) are ignored.
 """
 

@@ -45,7 +45,7 @@ OVER = (
 class TrialBudget(NamedTuple):
     """Bounds of one trial.
 
-    Twice what the dearest schemas take that `grammar_work.py` lets through.  A thread of this process has 8 MiB of
+    Twice what the dearest schemas take that `check_work` lets through.  A thread of this process has 8 MiB of
     stack by default, and 2 MiB where the system sets no limit; 1 MiB is enough for 130 objects, each in the last.
     """
 
