@@ -193,7 +193,10 @@ async def test_out_of_memory_kill_is_named_and_texts_continue(fault, caplog):
             expected = await texts(engine)
             assert await texts(engine, at_token=3, do=partial(fault, "memory")) == expected
         assert len(worker_group.peers) == 2
-    assert "worker 0 was killed by the operating system, which was out of memory, in step" in caplog.text
+    assert (
+        "worker 0 was killed by the operating system, which was out of memory, in step"
+        in caplog.text
+    )
 
 
 @pytest.mark.slow

@@ -9,6 +9,8 @@ The model has random weights in the shape of Qwen3.5-0.8B or LFM2-1.2B. Without 
     gguf     the same and a prompt of 2,048 tokens with llama.cpp, if a file is given, which both engines read
     impl     the same with trouper's own implementation and with transformers' modules (model_impl)
     library  the same with transformers' modules in trouper, and with transformers itself
+    products 16 × (128 in, 64 out) by transformers, and only the matrix products of this work by torch, whose ratio no engine with
+             these products can exceed
     saves    prompts of 2,048 new tokens, and 16 × (512 in, 256 out), with and without saved states
     chat     eight turns of 300 tokens, and a second prompt with the same first 1,000 tokens
     memory   the growth of this process by eight sequences, if 16 or 64 may run
@@ -127,6 +129,48 @@ class Study:
         works = [peers.parse_workload(text) for text in texts]
         record = peers.compare(settings, works, self._num_rounds, VOCABULARY, report=note)
         return record["results"]
+
+    def products(self) -> dict[str, Any]:
+        """Compare transformers with torch's matrix products of the same work, each with weights from memory.
+
+        The ratio limits every engine with these products: it is reached if attention, states and sampling take no time.
+        """
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        num, input_len, output_len = (int(size) for size in WORKLOADS[1].split("x"))
+        config = AutoConfig.from_pretrained(self._folder)
+        with torch.inference_mode():
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+            head = model.get_output_embeddings()
+            layers = [each for each in model.modules() if isinstance(each, torch.nn.Linear)]
+
+            def multiply(rows: int, head_rows: int) -> float:
+                begin = perf_counter()
+                for layer in layers:
+                    shape = head_rows if layer is head else rows, layer.in_features
+                    torch.nn.functional.linear(
+                        torch.ones(shape, dtype=torch.bfloat16), layer.weight
+                    )
+                return perf_counter() - begin
+
+            found: dict[str, list[float]] = {"prompts_s": [], "steps_s": [], "generate_s": []}
+            for turn in range(self._num_rounds + 1):
+                ids = torch.tensor([self._tokens(input_len) for _ in range(num)])
+                prompts = multiply(num * input_len, num)
+                steps = sum(multiply(num, num) for _ in range(output_len - 1))
+                begin = perf_counter()
+                model.generate(
+                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=output_len, min_new_tokens=output_len,
+                    do_sample=False, pad_token_id=0,
+                )  # fmt: skip
+                generate = perf_counter() - begin
+                # The first turn chooses kernels.
+                if turn:
+                    for name, value in zip(found, (prompts, steps, generate), strict=True):
+                        found[name].append(value)
+        prompts, steps, generate = (min(each) for each in found.values())
+        return {**found, "ratio": generate / (prompts + steps)}
 
     def impl(self) -> dict[str, Any]:
         """Compare trouper's own implementation with transformers' modules in trouper."""
@@ -249,8 +293,8 @@ def _resident_mb() -> float:
 
 
 PARTS: dict[str, Callable[[Study], Any]] = {
-    "speed": Study.speed, "gguf": Study.gguf, "impl": Study.impl, "library": Study.library, "saves": Study.saves, "chat": Study.chat, "memory": Study.memory,
-    "states": Study.states,
+    "speed": Study.speed, "gguf": Study.gguf, "impl": Study.impl, "library": Study.library, "products": Study.products,
+    "saves": Study.saves, "chat": Study.chat, "memory": Study.memory, "states": Study.states,
 }  # fmt: skip
 
 
