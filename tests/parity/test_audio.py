@@ -168,8 +168,8 @@ def test_another_recording_changes_the_reference(models, kind):
         (b"no audio", "cannot be read as audio"),
         (np.zeros((3, 40, 40)), "samples are floats"),
         (np.array([np.nan], np.float32), "not finite"),
-        ((A, 16_000.5), "no integer"),
-        ((A, 10), "samples a second"),
+        ((A, 16_000.5), "not an integer"),
+        ((A, 10), "samples per second"),
         (np.zeros((100, 9)), "9 channels"),
         ({"array": A}, "array and sampling_rate"),
         ((np.zeros(601_000, np.float32), 1000), "601 s"),
@@ -178,8 +178,8 @@ def test_another_recording_changes_the_reference(models, kind):
         ((A[:1], 192_000), "too short"),
         (saved(A)[:9000], "incomplete"),
         (saved(A, endian="BIG")[:9000], "incomplete"),
-        (saved(A, "OGG")[:4000], "incomplete: it ends within a page"),
-        (saved(A, "MP3") * 2, "another recording behind the first"),
+        (saved(A, "OGG")[:4000], "incomplete: it ends in the middle of an OGG page"),
+        (saved(A, "MP3") * 2, "another recording after the first"),
         ("a.wav", "audio_url"),
     ],
 )
@@ -195,7 +195,7 @@ def test_wrong_recordings_are_refused_by_name(llm, given, words):
 
 def test_too_long_for_the_model_is_refused(models):
     with LLM(model=str(models("qwen2_audio").folder), **OPTIONS) as llm:
-        with pytest.raises(MediaError, match=r"has 1\.5 s, and this model hears 1 s"):
+        with pytest.raises(MediaError, match=r"has 1\.5 s \(maximum 1 s for this model\)"):
             llm.chat(chat(recording(tone(1, 1.5))), params(), use_tqdm=False)
         with pytest.raises(MediaError, match="too short"):
             llm.chat(chat(recording(tone(1, 0.005))), params(), use_tqdm=False)
@@ -209,7 +209,7 @@ def test_other_modalities_are_refused_by_name(llm, modality):
 
 
 def test_options_of_the_processor_are_refused(llm):
-    with pytest.raises(TrouperValidationError, match="no option 'n_fft'"):
+    with pytest.raises(TrouperValidationError, match="supports no options, but 'n_fft'"):
         llm.chat(chat(recording(A)), params(), use_tqdm=False, mm_processor_kwargs={"n_fft": 1})
 
 

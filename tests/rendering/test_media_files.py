@@ -92,7 +92,7 @@ def test_sixteen_bits_are_scaled():
 
 @pytest.mark.parametrize("mode", ["I", "F"])
 def test_mode_without_a_range_is_refused(mode):
-    with pytest.raises(RefusedFileError, match=f"the mode {mode}"):
+    with pytest.raises(RefusedFileError, match=f"the PIL mode {mode}"):
         decode(Image.new("L", (8, 8), 200).convert(mode))
 
 

@@ -1,10 +1,10 @@
-"""Decode recordings within limits, and turn each into the inputs of an audio tower.  Runs without torch.
+"""Decode recordings within limits, and convert each to the inputs of an audio tower.  Runs without torch.
 
-A file of 50 KiB can declare days of silence, so its header is judged first, and it is decoded in blocks that stop at the
-limit whatever the header says.  No text of libsndfile reaches a client.
+A file of 50 KiB can declare days of silence, so its header is checked first, and decoding in blocks stops at the limit
+even if the header is wrong.  Clients never see messages of libsndfile.
 
-The towers take log-mel spectrograms as Whisper's, which numpy computes here: the classes of transformers for them
-either need torch, which the process for files does not have, or compute one frame at a time.
+The towers take log-mel spectrograms like Whisper's.  They are computed here with numpy, because the feature extractors of
+transformers either need torch, which the media process does not have, or compute only one frame at a time.
 """
 
 import io
@@ -23,10 +23,10 @@ from trouper.actors.rendering.media.processor import dense, read_object
 from trouper.config.media import MediaConfig
 from trouper.errors import invalid
 
-# libsndfile's names of formats.  MP3 is also what `.mpga` and `.mpeg` files are; Vorbis and Opus are in OGG.
+# libsndfile's names of formats.  `.mpga` and `.mpeg` files are MP3; OGG contains Vorbis or Opus.
 FORMATS = ("WAV", "WAVEX", "FLAC", "OGG", "MP3")
 NAMES = "WAV, FLAC, OGG or MP3"
-# Seconds of one recording, and of all recordings of a request.
+# Maximum length of one recording, and of all recordings of a request together.
 MAX_SECONDS, MAX_REQUEST_SECONDS = 600, 1800
 MAX_CHANNELS = 8
 MIN_RATE, MAX_RATE = 1_000, 192_000
@@ -36,7 +36,7 @@ BLOCK_FRAMES = 2**18
 BLOCK_WINDOWS = 4096
 # The feature extractors of transformers that compute these spectrograms.
 EXTRACTORS = ("WhisperFeatureExtractor", "Qwen3ASRFeatureExtractor")
-# Qwen3-ASR takes half a second at least.
+# Qwen3-ASR needs at least half a second.
 MIN_SAMPLES = 8000
 # A FLAC encoder that writes to a pipe leaves the length out of the header.  libsndfile then reports this number of frames.
 UNKNOWN_FRAMES = 2**63 - 1
@@ -45,7 +45,7 @@ Samples = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class Waveform(NamedTuple):
-    """Samples of one channel between -1 and 1, and how many of them are a second."""
+    """Mono samples between -1 and 1, and their rate per second."""
 
     samples: Samples
     rate: int
@@ -63,7 +63,7 @@ class ExtractorFields(msgspec.Struct):
     sampling_rate: int = 16_000
     hop_length: int = 160
     n_fft: int = 400
-    # Seconds of the windows that the towers of Qwen2-Audio and Voxtral take.
+    # Length in seconds of the windows of Qwen2-Audio and Voxtral.
     chunk_length: int = 30
     dither: float = 0.0
     min_length: int = MIN_SAMPLES
@@ -74,11 +74,11 @@ class ExtractorFields(msgspec.Struct):
 
 
 class AudioProcessor:
-    """The processor of the recordings for a model folder.
+    """The audio processor of a model folder.
 
     Args:
-        config: names the folder and the family.
-        audio_token: the text of the token in whose place a row is used.
+        config: contains the folder and the model family.
+        audio_token: the text of the token that is replaced by a row of the tower's output.
 
     Raises:
         TrouperValidationError: the folder's files do not describe a known processor.
@@ -108,19 +108,19 @@ class AudioProcessor:
         )
 
     def check(self, kwargs: Mapping[str, Any]) -> None:
-        """Raise TrouperValidationError if there is any option: the towers prescribe the whole processing."""
+        """Raise TrouperValidationError if there is any option, because the towers prescribe all processing."""
         for name in kwargs:
-            rule = f"the audio processor has no option {name[:64]!r}; it has none"
+            rule = f"the audio processor supports no options, but {name[:64]!r} is set; remove it"
             raise invalid("mm_processor_kwargs", rule)
 
     def hear(
         self, given: "bytes | memoryview | Waveform", kwargs: Mapping[str, Any], max_seconds: float
     ) -> tuple[ProcessedMedia, int]:
-        """Decode and process a file, or samples, and return the result with its seconds, rounded up.
+        """Decode and process a file or samples.  Returns the result, and its length in seconds, rounded up.
 
         Raises:
-            RefusedFileError: it is no recording, or too long for `max_seconds`, for `MAX_SECONDS` or for the model.
-            TrouperValidationError: there is an option, and this processor has none.
+            RefusedFileError: the file is not a recording, or is longer than `max_seconds`, `MAX_SECONDS` or the model's limit.
+            TrouperValidationError: `kwargs` contains an option, but this processor supports none.
         """
         self.check(kwargs)
         rate = self._fields.sampling_rate
@@ -132,28 +132,28 @@ class AudioProcessor:
         return self.process(waveform), math.ceil(waveform.seconds)
 
     def process(self, waveform: Waveform) -> ProcessedMedia:
-        """Turn a recording at the model's rate into the inputs of the tower, and its text.
+        """Convert a recording at the model's sampling rate to the inputs of the tower and the placeholder text.
 
         Raises:
-            RefusedFileError: it is too short or too long for the model, or has infinite samples or NaN.
+            RefusedFileError: the recording is too short or too long for the model, or contains infinite samples or NaN.
         """
         samples = waveform.samples
-        # Not earlier: the mean of channels and the resampler can exceed the largest number, too.
+        # Checked only here, because mixing the channels and resampling can overflow, too.
         if not np.isfinite(samples).all():
-            raise RefusedFileError("invalid_audio", "has samples that are not finite numbers")
-        # At a high rate a recording of a few samples has none left at the rate of the model.
+            raise RefusedFileError("invalid_audio", "contains samples that are not finite numbers")
+        # Resampling a recording of a few samples may leave none.
         arrays, num_rows = self._prepare(samples) if len(samples) else ({}, 0)
         if num_rows < 1:
-            raise RefusedFileError("invalid_audio", "is too short for the model to hear anything")
+            raise RefusedFileError("invalid_audio", "is too short for this model")
         made = tuple(dense(name, values) for name, values in arrays.items())
         return ProcessedMedia(made, self._audio_token * num_rows, waveform.seconds)
 
     def _of_qwen2_audio(self, samples: Samples) -> tuple[dict[str, Any], int]:
-        """Fill one window; a mask shows where the recording ends in it."""
+        """Pad the recording to one window, and mask the padding."""
         fields = self._fields
         if len(samples) > fields.num_window_samples:
             seconds = len(samples) / fields.sampling_rate
-            rule = f"has {seconds:.1f} s, and this model hears {fields.chunk_length} s; send it in parts"
+            rule = f"has {seconds:.1f} s (maximum {fields.chunk_length} s for this model); send it in parts"
             raise RefusedFileError("media_too_large", rule)
         features = self._log_mel(_padded(samples, fields.num_window_samples))
         num_frames = -(-len(samples) // fields.hop_length)
@@ -162,7 +162,7 @@ class AudioProcessor:
         return {"input_features": features[None], "feature_attention_mask": mask}, num_rows
 
     def _of_voxtral(self, samples: Samples) -> tuple[dict[str, Any], int]:
-        """Cut the spectrogram of the whole recording into windows; the last is filled with silence."""
+        """Split the spectrogram of the whole recording into windows.  The last one is padded with silence."""
         size = self._fields.num_window_samples
         num_windows = -(-len(samples) // size)
         features = self._log_mel(_padded(samples, num_windows * size))
@@ -173,7 +173,7 @@ class AudioProcessor:
         return {"input_features": mels}, num_windows * _halved(mels.shape[2]) * width // wide
 
     def _of_qwen3_asr(self, samples: Samples) -> tuple[dict[str, Any], int]:
-        """Fill the last of the pieces that the tower's convolutions take; each is a second."""
+        """Pad the spectrogram to whole chunks of the tower's convolutions, usually one second each."""
         features = self._log_mel(_padded(samples, max(len(samples), self._fields.min_length)))
         piece = 2 * int(self._tower.get("n_window", 50))
         num_frames = features.shape[1]
@@ -210,65 +210,66 @@ def decode_recording(data: bytes | memoryview, rate: int, max_seconds: float) ->
     if not len(data):
         raise RefusedFileError("invalid_audio", f"is empty; send a {NAMES} file")
     if len(data) > MAX_FILE_BYTES:
-        rule = (
-            f"has {len(data)} bytes, and a recording may have {MAX_FILE_BYTES}; send a smaller one"
-        )
+        rule = f"has {len(data)} bytes (maximum {MAX_FILE_BYTES}); send a smaller or compressed recording"
         raise RefusedFileError("media_too_large", rule)
     try:
         file: Any = soundfile.SoundFile(io.BytesIO(data))
     except MemoryError:
         raise
-    except Exception:  # the library's texts are not for clients
+    # The library's message may contain anything, so clients do not see it.
+    except Exception:
         rule = f"cannot be read as audio; send a {NAMES} file"
         raise RefusedFileError("invalid_audio", rule) from None
     with file:
         if file.format not in FORMATS:
-            raise RefusedFileError("invalid_audio", f"has another format; send a {NAMES} file")
+            raise RefusedFileError(
+                "invalid_audio", f"has an unsupported format; send a {NAMES} file"
+            )
         check_rate(file.samplerate)
         check_channels(file.channels)
         if file.frames < UNKNOWN_FRAMES:
             check_length(file.frames / file.samplerate, max_seconds)
         if (fault := fault_of(data)) is not None:
-            raise RefusedFileError("invalid_audio", f"{fault}; send a whole {NAMES} file")
+            raise RefusedFileError("invalid_audio", f"{fault}; send a complete {NAMES} file")
         try:
             return _decoded(file, rate, max_seconds)
         except (MemoryError, RefusedFileError):
             raise
         except Exception:
-            rule = f"is damaged or incomplete; send a whole {NAMES} file"
+            rule = f"is damaged or incomplete; send a complete {NAMES} file"
             raise RefusedFileError("invalid_audio", rule) from None
 
 
 def _decoded(file: Any, rate: int, max_seconds: float) -> Waveform:
     import soxr  # pyright: ignore[reportMissingTypeStubs]
 
-    # Otherwise soundfile seeks behind each block, which fails at the end of a file without a length.
+    # Otherwise soundfile seeks after each block, which fails at the end of a file without a declared length.
     file.seekable = lambda: False
     resampler = soxr.ResampleStream(file.samplerate, rate, 1, dtype="float32")
     pieces: list[Samples] = []
     num_frames = 0
     while len(block := file.read(BLOCK_FRAMES, dtype="float32", always_2d=True)):
         num_frames += len(block)
-        # The header may have lied.
+        # The header may have declared fewer frames.
         check_length(num_frames / file.samplerate, max_seconds)
         pieces.append(resampler.resample_chunk(_mono(block)))
     if not num_frames or num_frames < file.frames < UNKNOWN_FRAMES:
         raise RefusedFileError(
-            "invalid_audio", f"is damaged or incomplete; send a whole {NAMES} file"
+            "invalid_audio", f"is damaged or incomplete; send a complete {NAMES} file"
         )
     pieces.append(resampler.resample_chunk(np.zeros(0, np.float32), last=True))
     return Waveform(np.concatenate(pieces), rate)
 
 
 def waveform_of(given: Any) -> Waveform | bytes:
-    """Return the file or the samples that a Python caller's object contains.
+    """Convert a Python caller's recording to a file or to mono samples.
 
     Args:
-        given: bytes of a file; an array; an array with its rate, as a pair or as a dict with `array` and `sampling_rate`.
-            An array without a rate has that of the model, which is 16,000 in all families.
+        given: the bytes of a file; an array; or an array with its rate, as a pair or as a dict with `array` and `sampling_rate`.
+            The default rate is the model's, which is 16,000 in all families.
 
     Raises:
-        RefusedFileError: it is none of these.
+        RefusedFileError: the value has another form, or an invalid rate or length.
     """
     if isinstance(given, bytes | bytearray | memoryview):
         return bytes(cast("bytes", given))
@@ -279,7 +280,7 @@ def waveform_of(given: Any) -> Waveform | bytes:
     except Exception:  # an object may raise anything when it is read
         raise RefusedFileError("invalid_value", FORMS) from None
     if isinstance(rate, bool) or not hertz.is_integer():
-        raise RefusedFileError("invalid_value", f"has a rate of {hertz:g}, which is no integer")
+        raise RefusedFileError("invalid_value", f"has a rate of {hertz:g}, which is not an integer")
     check_rate(int(hertz))
     if samples.dtype.kind == "i" and samples.dtype.itemsize in (2, 4):
         samples = samples / float(2 ** (8 * samples.dtype.itemsize - 1))
@@ -288,7 +289,7 @@ def waveform_of(given: Any) -> Waveform | bytes:
         rule = f"{FORMS}; samples are floats, int16 or int32, not {shown}"
         raise RefusedFileError("invalid_value", rule)
     if samples.ndim == 2:
-        # Either order of the two axes is usual.
+        # Both orders of the axes are common.  The longer axis is time.
         samples = samples if samples.shape[1] <= samples.shape[0] else samples.T
         check_channels(samples.shape[1])
         samples = _mono(samples)
@@ -312,26 +313,26 @@ def _samples_and_rate(given: Any) -> tuple[Any, Any]:
 
 
 def check_length(seconds: float, max_seconds: float) -> None:
-    """Check the seconds of a recording.  Raises RefusedFileError."""
+    """Check the length of a recording.  Raises RefusedFileError."""
     if seconds > MAX_SECONDS:
-        rule = f"has {seconds:.0f} s, and a recording may have {MAX_SECONDS}; send it in parts"
+        rule = f"has {seconds:.0f} s (maximum {MAX_SECONDS} s); send it in parts"
         raise RefusedFileError("media_too_large", rule)
     if seconds > max_seconds:
-        rule = f"is too much: all recordings of a request may have {MAX_REQUEST_SECONDS} s; send fewer or shorter ones"
+        rule = f"exceeds the maximum of {MAX_REQUEST_SECONDS} s for all recordings of a request; send fewer or shorter ones"
         raise RefusedFileError("media_too_large", rule)
 
 
 def check_rate(rate: int) -> None:
-    """Check the samples of a second.  Raises RefusedFileError."""
+    """Check the sampling rate.  Raises RefusedFileError."""
     if not MIN_RATE <= rate <= MAX_RATE:
-        rule = f"has {rate} samples a second, and {MIN_RATE} to {MAX_RATE} are allowed"
+        rule = f"has {rate} samples per second; the rate must be {MIN_RATE} to {MAX_RATE}"
         raise RefusedFileError("invalid_audio", rule)
 
 
 def check_channels(num_channels: int) -> None:
     """Check the number of channels.  Raises RefusedFileError."""
     if not 1 <= num_channels <= MAX_CHANNELS:
-        rule = f"has {num_channels} channels, and at most {MAX_CHANNELS} are allowed"
+        rule = f"has {num_channels} channels (maximum {MAX_CHANNELS})"
         raise RefusedFileError("invalid_audio", rule)
 
 
@@ -353,14 +354,14 @@ def _padded(samples: Samples, length: int) -> Samples:
 
 
 def _mask(num_frames: int, length: int) -> NDArray[np.int64]:
-    """Return ones for the frames of the recording and zeros for those that fill its length [1, length]."""
+    """Return a mask [1, length] with ones for the frames of the recording and zeros for padding."""
     mask = np.zeros((1, length), np.int64)
     mask[:, :num_frames] = 1
     return mask
 
 
 def _halved(length: int) -> int:
-    """Return the length behind a convolution that takes every second frame."""
+    """Return the length of the output of a convolution with stride 2."""
     return (length - 1) // 2 + 1 if length else 0
 
 
@@ -369,10 +370,10 @@ def _after_convolutions(length: int) -> int:
 
 
 def _extractor_fields(folder: Path) -> ExtractorFields:
-    """Read the description of the spectrogram, from either of the two files that may have it.
+    """Read the parameters of the spectrogram from preprocessor_config.json or processor_config.json.
 
     Raises:
-        TrouperValidationError: it is of another kind.
+        TrouperValidationError: the file describes another kind of feature extractor.
     """
     given: Any = read_object(folder / "preprocessor_config.json")
     if not given:

@@ -1,8 +1,8 @@
-"""Files of images and recordings decoded and processed in processes of their own, on a budget.
+"""Decode and process images and recordings in separate processes with limited memory and time.
 
-A hostile file can at most end such a process: its memory and its time are limited, it has no secrets and no torch, and a
-new one takes its place.  The processes are kept warm, because one takes seconds to start.  The engine's event loop only
-passes messages: an order runs in a renderer's thread, which waits for the answer without the interpreter's lock.
+A hostile file can at most kill such a process, which has no secrets and no torch, and is replaced by a new one.  The
+processes are kept running, because one takes seconds to start.  The engine's event loop is not blocked: a renderer's thread
+sends the file and waits for the answer without holding the GIL.
 """
 
 import fcntl
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WORKER = "trouper.actors.rendering.media.worker"
-# Of one image, on a busy machine.
+# Time limit for one file, long enough for a busy machine.
 WALL_S = 10.0
-# Twice this is less than the time limit of a renderer's thread, 30 s.
+# Time limit for the start of a process.  Two attempts must fit into the 30 s of a renderer's thread.
 START_WALL_S = 14.0
-# Seconds between two starts, so that a flood of deadly files starts no flood of processes.
+# Minimum time between two starts, so that a flood of files that kill their process does not cause a flood of new processes.
 RESTART_S = 1.0
-# This many images in a row that end their process are an error in the log.
+# Log an error after this many files in a row have killed their process.
 ALARMING = 3
 
 
@@ -56,10 +56,10 @@ class MediaOrder(NamedTuple):
     """One image or recording to process.
 
     Attributes:
-        image: the bytes of a file, or RGB pixels or samples that the caller has decoded.
-        where: the client's name of its place, for errors.
+        image: the bytes of a file, or pixels (RGB) or samples that the caller has already decoded.
+        where: its location in the client's request, for errors.
         kwargs: options of the model's processor.
-        limit: the most pixels, or seconds of a recording, that it may have.
+        limit: the maximum number of pixels of an image, or of seconds of a recording.
     """
 
     image: "bytes | memoryview | Image.Image | Waveform"
@@ -69,42 +69,42 @@ class MediaOrder(NamedTuple):
 
 
 class ConfinedMedia:
-    """Warm processes for the images of one model: as many as there are threads that process at once.
+    """A pool of running processes for the media of one model.  It grows to the number of threads that call `process` at once.
 
-    The processes end with this object, or at `close`.
+    The processes end at `close`, or when this object is collected.
 
     Args:
-        config: names the folder of the processor.
-        image_token: the text of the token in whose place a row is used.
+        config: contains the folder of the processor.
+        image_token: the text of the token that is replaced by a row of the tower's output.
     """
 
     def __init__(self, config: MediaConfig, image_token: str) -> None:
         self._first = msgspec.json.encode(ProcessorFields(config, image_token))
         self._idle: list[ConfinedProcess] = []
         self._lock = Lock()
-        # The earliest moment of the next start.
+        # The next process may start from this time on.
         self._next_start = 0.0
         self._num_deaths = 0
         self.close = weakref.finalize(self, _close_all, self._idle)
 
     def warm(self) -> None:
-        """Start a process before the first image needs it.
+        """Start a process before the first request needs it.
 
         Raises:
             TrouperValidationError: the model's files do not describe a processor.
-            GenerationError: it cannot be started.
+            GenerationError: the process cannot be started.
         """
         self._keep(self._started())
 
     def process(self, order: MediaOrder) -> tuple[ProcessedMedia, int]:
-        """Decode and process one image or recording, and return it with the number of its pixels or seconds.
+        """Decode and process one image or recording.  Returns it with its number of pixels or seconds.
 
-        Threads may call it at the same time.  The arrays are in read-only memory that nothing has copied.
+        Thread-safe.  The returned arrays are read-only, memory-mapped and not copied.
 
         Raises:
-            MediaError: the image cannot be used, or takes too much time or memory.
-            TrouperValidationError: an option of the processor is wrong.
-            GenerationError: there is no process to decode it in.
+            MediaError: the file cannot be used, or takes too much time or memory.
+            TrouperValidationError: an option of the processor is invalid.
+            GenerationError: no process could be started.
         """
         message = _message(order)
         try:
@@ -124,7 +124,7 @@ class ConfinedMedia:
         return ProcessedMedia(arrays, found.text, found.seconds), found.size
 
     def _ask(self, message: bytes) -> tuple[bytes, int | None]:
-        """Give an order to a process; if a signal from outside kills the process, to another one once more."""
+        """Send an order to a process.  If the process is killed from outside, retry once, because the file is not at fault."""
         try:
             return self._ask_once(message)
         except HelperKilledError:
@@ -154,7 +154,7 @@ class ConfinedMedia:
             process.close()
 
     def _started(self) -> ConfinedProcess:
-        """Start a process and wait until it has loaded the processor; one that hangs is started once more.
+        """Start a process and wait until it has loaded the processor.  If it hangs, try once more.
 
         Raises:
             TrouperValidationError: the processor cannot be loaded.
@@ -170,13 +170,13 @@ class ConfinedMedia:
             except TimeoutError:
                 continue
             except OSError as error:
-                raise GenerationError(f"no process to decode files in: {error}") from None
+                raise GenerationError(f"cannot start the media process: {error}") from None
             if answer.code is not None:
                 process.close()
                 raise _refusal(answer, "model")
             return process
         raise GenerationError(
-            f"no process to decode files in: none was ready after {START_WALL_S:g} s"
+            f"cannot start the media process: it was not ready within {START_WALL_S:g} s, twice in a row"
         )
 
     def _wait_for_turn(self) -> None:
@@ -189,7 +189,10 @@ class ConfinedMedia:
     def _note_death(self) -> None:
         self._num_deaths += 1
         if self._num_deaths >= ALARMING:
-            logger.error("%d images in a row have ended their process", self._num_deaths)
+            logger.error(
+                "%d media files in a row have killed their process: by time, memory or a crash",
+                self._num_deaths,
+            )
 
 
 def _message(order: MediaOrder) -> bytes:
@@ -205,7 +208,7 @@ def _message(order: MediaOrder) -> bytes:
     try:
         head = msgspec.json.encode(fields)
     except (TypeError, ValueError):
-        rule = "must hold numbers, texts, lists and dicts only"
+        rule = "must contain only numbers, strings, lists and dicts"
         raise invalid("mm_processor_kwargs", rule) from None
     content = cast("bytes", data)
     return b"".join((len(head).to_bytes(LENGTH_BYTES), head, content))
@@ -219,9 +222,9 @@ def _refusal(answer: ImageAnswer, where: str) -> TrouperValidationError:
 
 
 def _mapped(descriptor: int, places: tuple[ArrayPlace, ...]) -> tuple[MediaArray, ...]:
-    """Map a sealed file and return the arrays in it, read-only."""
+    """Map a sealed memory file, and return its arrays as read-only views."""
     if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & SEALS != SEALS:
-        raise GenerationError("processing a file failed: its arrays could still change")
+        raise GenerationError("processing a file failed: the media process did not seal its arrays")
     size = os.fstat(descriptor).st_size
     # A private mapping, because a sealed file refuses a shared one on older kernels.  Nothing is copied.
     whole = memoryview(mmap.mmap(descriptor, size, mmap.MAP_PRIVATE, mmap.PROT_READ))

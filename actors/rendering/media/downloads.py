@@ -1,12 +1,12 @@
-"""Fetch the images and recordings of `https:` URLs, so that renderers see only bytes.
+"""Fetch the images and recordings of `https:` URLs, so that renderers need no network.
 
-A request with such a URL waits here, and not in a renderer's thread: its download is a task, bounded in time and bytes, that ends
-with the request.  Everything about names and addresses is decided in `urls.py`.
+A download is a task, bounded in time and bytes, which is cancelled with its request.  It does not occupy a renderer's
+thread.  `urls.py` decides which hosts and addresses are allowed.
 
 Laws.
-1. Nothing of the environment is used: no proxy, no cookie, no password file.  Nothing is tried twice.
-2. Bytes are counted as they arrive, and nothing is unpacked.
-3. No text of a library or of the host is in an error.
+1. The environment has no influence: no proxies, cookies or password files.  Nothing is retried.
+2. Bytes are counted as they arrive, and nothing is decompressed, so a small response cannot fill the memory.
+3. Errors contain no text of a library or of the host, which could reveal the network around the server.
 """
 
 import ssl
@@ -34,17 +34,17 @@ from trouper.errors import MediaError, QueueOverflowError, TrouperUnprocessableE
 if TYPE_CHECKING:
     import httpx2
 
-# Of one file by modality: resolving, connecting, redirects and the body together.
+# Time limit for one file by modality, including DNS, connecting and redirects.
 FETCH_S = {IMAGE: 5.0, AUDIO: 10.0}
 MAX_REDIRECTS = 3
-# Downloads at once, of all requests and of one request.
+# Concurrent downloads of all requests, and of one request.
 MAX_DOWNLOADS, MAX_OF_REQUEST = 16, 4
-# Files of open requests in memory: 20 of the largest, or hundreds of usual ones.
+# Limit for the downloads of all open requests in memory: 20 of the largest files, or hundreds of typical ones.
 OPEN_BYTES = 512 * 2**20
-# Hosts with several addresses are tried at this many of them, one after another.
+# Try up to this many addresses of a host, one after another.
 MAX_ADDRESSES = 4
 REDIRECTS = (301, 302, 303, 307, 308)
-# Some hosts refuse clients without a name.
+# Some hosts refuse clients without a User-Agent.
 HEADERS = {"Accept": "*/*", "Accept-Encoding": "identity", "User-Agent": "trouper"}
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
@@ -55,7 +55,7 @@ class RemotePart(NamedTuple):
     message: int
     part: int
     url: str
-    # The field with the URL.
+    # The field that contains the URL.
     name: str = "image_url"
 
     @property
@@ -64,12 +64,12 @@ class RemotePart(NamedTuple):
 
 
 class Downloads:
-    """Fetches the files of requests.  It belongs to the engine's event loop.
+    """Fetch the files of requests.  Must be used only in the engine's event loop.
 
     Args:
-        config: names the hosts, and the most images or recordings of a prompt.
+        config: contains the allowed hosts and the maximum number of media items per prompt.
         resolve: returns the addresses of a host.
-        trust: certificates of the authorities that hosts may have; those of the system by default.
+        trust: the TLS context with trusted certificate authorities; the system's by default.
     """
 
     def __init__(
@@ -84,25 +84,25 @@ class Downloads:
         self._trust = trust
         self._limiter = anyio.CapacityLimiter(MAX_DOWNLOADS)
         self._num_bytes = 0
-        # Reentrant, since a collection of garbage may end files at any point of this thread.
+        # Reentrant, because garbage collection may run a finalizer at any point of this thread.
         self._lock = threading.RLock()
 
     async def fill(self, prompt: Any) -> Any:
-        """Return the prompt with files in the place of its URLs.
+        """Download the files of a prompt's URLs.  Returns the prompt with the files in place of the URLs.
 
         Raises:
             MediaError: a URL is not allowed, or the prompt has too many.
-            TrouperUnprocessableEntityError: a host does not send the file.
-            QueueOverflowError: open requests hold too many files.
+            TrouperUnprocessableEntityError: a host did not send the file.
+            QueueOverflowError: the files of open requests take too much memory.
         """
         remote = remote_parts(prompt)
         if not remote:
             return prompt
         if len(remote) > self._max_items:
             what = self._what
-            rule = f"the prompt has {len(remote)} {what}, and it may have {self._max_items} (limit_mm_per_prompt)"
+            rule = f"the prompt has {len(remote)} {what}; the maximum is {self._max_items} (limit_mm_per_prompt)"
             raise MediaError(f"{what}: {rule}", parameter=remote[-1].where, code="too_many_media")
-        # All are checked before the first is fetched.
+        # Check all URLs before fetching the first one.
         targets: list[Target] = []
         for part in remote:
             try:
@@ -129,14 +129,14 @@ class Downloads:
             try:
                 raise error
             finally:
-                # The traceback refers to this frame, which would keep all bytes until a collection of garbage.
+                # The traceback refers to this frame, which would keep all bytes alive until a garbage collection.
                 files.clear()
                 errors.clear()
                 del error
         return _filled(prompt, files)
 
     def _held(self, data: bytes) -> FetchedFile:
-        """Count a file until nothing refers to it any more."""
+        """Wrap a file, and count its bytes until it is garbage-collected."""
         file = FetchedFile(data)
         self._count(len(data))
         weakref.finalize(file, self._count, -len(data)).atexit = False
@@ -169,7 +169,7 @@ class Downloads:
         raise UnavailableError(f"the host redirects more than {MAX_REDIRECTS} times")
 
     async def _get(self, target: Target) -> FetchedFile | str:
-        """Return the file, or where a redirect leads."""
+        """Return the file, or the target of a redirect."""
         import httpx2
 
         try:
@@ -189,7 +189,7 @@ class Downloads:
         raise UnavailableError("the host cannot be reached, or has no valid certificate")
 
     async def _get_from(self, address: Address, target: Target) -> FetchedFile | str:
-        """Send the request to one checked address, with the host's name in it and in the certificate."""
+        """Send the request to one checked address.  The host's name is used in the Host header, for SNI and for the certificate."""
         import httpx2
 
         trust = self._trust
@@ -200,7 +200,7 @@ class Downloads:
         own_port = "" if url.startswith("https:") and target.port == 443 else f":{target.port}"
         headers = {**HEADERS, "Host": f"{target.host}{own_port}", "Connection": "close"}
         transport = httpx2.AsyncHTTPTransport(verify=trust, trust_env=False)
-        # The deadline is that of the whole file.
+        # Without a timeout here, because `_fetched` limits the time of the whole download.
         async with httpx2.AsyncClient(transport=transport, trust_env=False, timeout=None) as client:
             name = {"sni_hostname": target.host}
             async with client.stream("GET", url, headers=headers, extensions=name) as answer:
@@ -213,13 +213,15 @@ class Downloads:
         if answer.status_code != 200:
             raise UnavailableError(f"the host answered with status {answer.status_code}")
         if answer.headers.get("content-encoding", "identity").lower() != "identity":
-            raise UnavailableError("the host sent the file compressed, which was not asked for")
+            raise UnavailableError(
+                "the host sent a compressed file, which the request did not accept"
+            )
         length = answer.headers.get("content-length", "0")
         pieces = bytearray()
         if not length.isdecimal() or int(length[:20]) > MAX_FILE_BYTES:
             raise _too_long()
         try:
-            # Cancelling ends the library's nested generators, which a `break` would leave to the garbage collector.
+            # Cancelling closes the library's nested generators at once.  A `break` would leave them to the garbage collector.
             with anyio.CancelScope() as reading:
                 async for piece in answer.aiter_raw():
                     pieces += piece
@@ -230,7 +232,7 @@ class Downloads:
                 raise _too_long()
             if reading.cancel_called:
                 raise QueueOverflowError(
-                    f"open requests hold downloads of {OPEN_BYTES} bytes, which is all that is allowed; try again later"
+                    f"downloads of open requests take the maximum of {OPEN_BYTES} bytes; try again later"
                 )
             return self._held(bytes(pieces))
         finally:
@@ -238,7 +240,7 @@ class Downloads:
 
 
 class UnavailableError(Exception):
-    """A host does not send a file; the text is for the client."""
+    """A host did not send a file.  The client sees the message."""
 
 
 def _too_long() -> UnavailableError:
@@ -268,7 +270,7 @@ def remote_parts(prompt: Any) -> list[RemotePart]:
 
 
 def _filled(prompt: Mapping[str, Any], files: Mapping[RemotePart, FetchedFile]) -> dict[str, Any]:
-    """Return a copy of the prompt with files in place of URLs; the caller's messages stay as they are."""
+    """Return a copy of the prompt with files in place of URLs.  The caller's messages are not modified."""
     messages = [*prompt["messages"]]
     for (i, j, _, name), file in files.items():
         content = [*messages[i]["content"]]

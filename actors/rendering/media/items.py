@@ -1,10 +1,10 @@
-"""Images and recordings of requests to items for the device: keys, the cache of processed items, and limits.
+"""Convert images and recordings of requests to items for the device, cache processed items, and limit their memory.
 
 Laws.
-1. An item depends on its content and its options only, so equal keys have equal arrays and tokens.
-2. A key contains the content, the options, the files of the processor, and the scope of the request: no tenant can find out from
-   response times what another one has sent.
-3. The arrays in memory take at most `mm_processor_cache_gb` and OPEN_BYTES: what is beyond is refused before it is decoded.
+1. An item depends only on its content and options, so equal keys have equal arrays and tokens.
+2. A key is a hash of the content, the options, the processor's files and the request's scope.  Because of the scope, no tenant can find
+   out from response times what another one has sent.
+3. The arrays in memory take at most `mm_processor_cache_gb` plus OPEN_BYTES.  Beyond that, requests are refused before decoding.
 """
 
 import hashlib
@@ -52,15 +52,15 @@ from trouper.errors import (
 if TYPE_CHECKING:
     from PIL import Image
 
-# Arrays of open requests that are not in the cache: 100 images of SmolVLM, 180 of a LLaVA in 1080p.
+# Limit for uncached arrays of open requests: 100 images of SmolVLM, or 180 of a LLaVA in 1080p.
 OPEN_BYTES = 2 * 2**30
-# Tokens around a recording that chat templates of texts do not write.
+# Tokens before and after a recording, for chat templates that support only text.
 MARKS = {
     "qwen2_audio": ("<|audio_bos|>", "<|audio_eos|>"),
     "qwen3_asr": ("<|audio_start|>", "<|audio_end|>"),
     "voxtral": ("[BEGIN_AUDIO]", ""),
 }
-# Files with an influence on arrays and tokens.
+# Files that influence arrays and tokens.  Their content is part of each key.
 FILES = (
     "preprocessor_config.json",
     "processor_config.json",
@@ -70,11 +70,11 @@ FILES = (
 
 
 class PlacedItem(NamedTuple):
-    """An item, and the tokens in its place.
+    """An item, and the tokens that represent it in the prompt.
 
     Attributes:
-        before: text in front of the tokens, to be encoded together with the text before the image.
-        after: likewise, behind them.
+        before: text to insert before these tokens, and to encode together with the text before the image.
+        after: text to insert after these tokens, and to encode together with the text after the image.
     """
 
     ids: tuple[int, ...]
@@ -84,23 +84,23 @@ class PlacedItem(NamedTuple):
 
 
 class MediaWork(Protocol):
-    """Decodes and processes one image, in a thread or in another process."""
+    """Decodes and processes one image or recording, in the calling thread or in another process."""
 
     def warm(self) -> None:
-        """Load the image processor; `process` does it otherwise."""
+        """Load the processor now instead of at the first `process`."""
         ...
 
     def process(self, order: MediaOrder) -> tuple[ProcessedMedia, int]:
-        """Return the processed image, and the number of its pixels.
+        """Decode and process one item.  Returns it with its number of pixels or seconds.
 
         Raises:
-            TrouperValidationError: the image or an option cannot be used.
+            TrouperValidationError: the file or an option cannot be used.
         """
         ...
 
 
 class MediaInThread:
-    """Decodes and processes images in the calling thread."""
+    """Decodes and processes images and recordings in the calling thread."""
 
     def __init__(self, config: MediaConfig, image_token: str) -> None:
         self._config, self._image_token = config, image_token
@@ -108,7 +108,7 @@ class MediaInThread:
         self._loading = threading.Lock()
 
     def warm(self) -> None:
-        """Load the processor; raises TrouperValidationError if the folder has none."""
+        """Load the processor.  Raises TrouperValidationError if the folder contains none."""
         self._loaded()
 
     def _loaded(self) -> ImageProcessor | AudioProcessor:
@@ -131,10 +131,10 @@ class MediaInThread:
 
 
 class MediaPreprocessor:
-    """Makes items of a model's images.  Threads may share it.
+    """Convert a model's images or recordings to items.  Thread-safe.
 
     Args:
-        work: decodes and processes images; as the configuration says by default.
+        work: decodes and processes the files.  By default the configuration chooses between threads and processes.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class MediaPreprocessor:
     ) -> None:
         self._config, self._tokenizer = config, tokenizer
         strings = tokenizer.vocabulary_strings([config.placeholder_id, config.row_token_id])
-        # What marks an image in a prompt, and the token of its rows in the text of the image processor.
+        # The text that marks an image in a prompt, and the token that the image processor writes for each row.
         self.placeholder, image_token = strings
         special = {*strings, *(tokenizer.added_tokens.get(i, "") for i in tokenizer.special_ids)}
         self._special = re.compile("|".join(re.escape(text) for text in special if text))
@@ -154,23 +154,23 @@ class MediaPreprocessor:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Return how many images were looked up in the cache, and how many were found."""
+        """Return the numbers of cache lookups and of cache hits."""
         return self._cache.num_queries, self._cache.num_hits
 
     @property
     def modality(self) -> str:
-        """Return what the model takes: images or audio."""
+        """Return the modality that the model accepts: image or audio."""
         return self._config.modality
 
     @property
     def mark(self) -> str:
-        """Return the text in the place of an item in a chat template that shows texts only."""
+        """Return the text to write for an item if the chat template supports only text."""
         before, behind = MARKS.get(self._config.model_type, ("", ""))
         return f"{before}{self.placeholder}{behind}"
 
     @property
     def folder(self) -> str:
-        """Return the folder whose files URLs may name; empty for none."""
+        """Return the folder whose files `file:` URLs may read, or an empty string."""
         return self._config.sources.folder
 
     @property
@@ -180,20 +180,20 @@ class MediaPreprocessor:
 
     @property
     def spans(self) -> str:
-        """Return which tokens see each other; see `MediaFamily`."""
+        """Return the rule for attention within an item; see `MediaFamily`."""
         return self._config.family.spans
 
     def warm(self) -> None:
-        """Load the image processor before the first image needs it.
+        """Load the processor before the first request needs it.
 
         Raises:
-            TrouperValidationError: the model's files do not describe an image processor.
-            GenerationError: the process for images cannot be started.
+            TrouperValidationError: the model's files do not describe a processor.
+            GenerationError: the media process cannot be started.
         """
         self._work.warm()
 
     def clear(self) -> None:
-        """Forget all processed images.  Their rows are not used again either, because later keys are others."""
+        """Clear the cache.  Later keys differ from earlier ones, so rows cached on the device are not reused either."""
         self._cache.clear()
         self._fingerprint = hashlib.sha256(self._fingerprint).digest()
 
@@ -204,21 +204,21 @@ class MediaPreprocessor:
         scope: bytes,
         client: str,
     ) -> list[PlacedItem]:
-        """Return the items of a prompt's images, in order; their positions are not known yet.
+        """Process the images or recordings of a prompt.  Returns their items in order, without positions.
 
         Args:
-            kwargs: the request's `mm_processor_kwargs`; a later mapping has precedence.
-            scope: requests of other scopes share nothing with this one.
-            client: the name of the client, within which its uuids are unique.
+            kwargs: the request's `mm_processor_kwargs`.  Later mappings have precedence.
+            scope: requests with different scopes share no cached items.
+            client: the name of the client.  Its uuids are unique only within this name.
 
         Raises:
-            TrouperValidationError: an image or an option cannot be used; the parameter is the image's place.
-            QueueOverflowError: open requests hold too many arrays.
+            TrouperValidationError: a file or an option cannot be used.  `parameter` is the item's location.
+            QueueOverflowError: the arrays of open requests take too much memory.
         """
         config = self._config
         what = ITEMS[config.modality]
         if len(parts) > config.max_items:
-            rule = f"the prompt has {len(parts)} {what}, and it may have {config.max_items} (limit_mm_per_prompt)"
+            rule = f"the prompt has {len(parts)} {what}; the maximum is {config.max_items} (limit_mm_per_prompt)"
             raise MediaError(f"{what}: {rule}", parameter=parts[-1].where, code="too_many_media")
         merged: Mapping[str, Any] = config.processor_kwargs
         for given in kwargs:
@@ -236,7 +236,7 @@ class MediaPreprocessor:
                 placed = self._cache.get(key)
                 if placed is None:
                     if data is None:
-                        rule = f"{place}: the item with this uuid is not cached; send its data, too"
+                        rule = f"{place}: the item with this uuid is not cached; send its data again"
                         raise MediaError(rule, parameter=place, code="multimodal_cache_miss")
                     order = MediaOrder(data, place, merged, left)
                     placed, size = self._processed(key, order, is_named=part.uuid is not None)
@@ -245,13 +245,13 @@ class MediaPreprocessor:
         return found
 
     def _read(self, given: Any) -> Any:
-        """Return the bytes of a file, or what a Python caller's object shows or contains."""
+        """Return the bytes of a file, or the pixels or samples of a Python caller's object."""
         return waveform_of(given) if self.modality == AUDIO else _pixels_or_file(given)
 
     def _processed(
         self, key: bytes, order: MediaOrder, *, is_named: bool
     ) -> tuple[PlacedItem, int]:
-        """Process an item that is not cached, and keep it.  Also returns the number of its pixels or seconds."""
+        """Process an uncached item and cache it.  Returns it with its number of pixels or seconds."""
         self._cache.check_room()
         processed, size = self._work.process(order)
         placed = self._placed(key, processed, is_named=is_named)
@@ -268,7 +268,9 @@ class MediaPreprocessor:
         ids = tuple(self._tokenizer.encode(text[begin:end], add_special_tokens=False))
         runs = tuple(_runs(ids, self._config.row_token_id))
         if not runs:
-            raise GenerationError("the processor wrote no token for a row")
+            raise GenerationError(
+                "the model's processor created no placeholder token for an item; check the model's processor files"
+            )
         grid = self._grid(processed) if self._config.family.has_grids else None
         arrays, seconds = processed.arrays, processed.seconds
         item = MediaItem(
@@ -284,7 +286,7 @@ class MediaPreprocessor:
         return PlacedItem(ids, item, text[:begin], text[end:])
 
     def _grid(self, processed: ProcessedMedia) -> tuple[int, int, int]:
-        """Return the time, height and width of an image, in rows."""
+        """Return the grid of an image, (time, height, width), after merging patches."""
         array = next(array for array in processed.arrays if array.name == "image_grid_thw")
         time, height, width = memoryview(array.data).cast("B").cast("q").tolist()
         size = self._config.merge_size
@@ -292,7 +294,7 @@ class MediaPreprocessor:
 
 
 class ItemCache:
-    """The last processed images, up to a number of bytes, and a count of all arrays in memory."""
+    """An LRU cache of processed items, limited by bytes.  It also counts the bytes of all arrays in memory."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -301,11 +303,11 @@ class ItemCache:
         # Arrays in the cache or in open requests.
         self._num_live_bytes = 0
         self.num_queries = self.num_hits = 0
-        # Reentrant, since a collection of garbage may end arrays at any point of this thread.
+        # Reentrant, because garbage collection may run a finalizer at any point of this thread.
         self._lock = threading.RLock()
 
     def get(self, key: bytes) -> PlacedItem | None:
-        """Return an item, and keep it for longer."""
+        """Return a cached item and mark it as just used, or return None."""
         with self._lock:
             placed = self._items.get(key)
             self.num_queries += 1
@@ -315,7 +317,7 @@ class ItemCache:
             return placed
 
     def put(self, key: bytes, placed: PlacedItem) -> None:
-        """Keep an item until newer ones need its room."""
+        """Cache an item, and evict the least recently used ones above the limit."""
         num_bytes = placed.item.num_bytes
         with self._lock:
             for array in placed.item.arrays:
@@ -330,15 +332,15 @@ class ItemCache:
                 self._num_bytes -= oldest.item.num_bytes
 
     def check_room(self) -> None:
-        """Raise QueueOverflowError if the arrays in memory leave no room for more."""
+        """Raise QueueOverflowError if the arrays in memory have reached the limit."""
         limit = self._max_bytes + OPEN_BYTES
         if self._num_live_bytes >= limit:
             raise QueueOverflowError(
-                f"open requests hold media of {self._num_live_bytes} bytes, and {limit} are allowed; try again later"
+                f"media in memory take {self._num_live_bytes} bytes (maximum {limit}); try again later"
             )
 
     def clear(self) -> None:
-        """Forget all items.  Open requests keep theirs."""
+        """Remove all items from the cache.  Open requests keep theirs."""
         with self._lock:
             self._items.clear()
             self._num_bytes = 0
@@ -351,16 +353,19 @@ class ItemCache:
 def prompt_digests(
     digests: Sequence[bytes], ids: Sequence[int], block_size: int
 ) -> tuple[bytes, ...]:
-    """Hash a prompt that sees all of itself, for the names of its blocks: each depends on all tokens and images of it."""
+    """Hash a prompt with bidirectional attention for the names of its blocks.
+
+    Each block depends on all tokens and images of the prompt, so all blocks get the same hash.
+    """
     whole = hashlib.sha256(b"prompt" + b"".join(digests))
     whole.update(array("q", ids).tobytes())
     return (whole.digest(),) * -(-len(ids) // block_size)
 
 
 def media_digests(items: Sequence[MediaItem], block_size: int) -> tuple[bytes, ...]:
-    """Hash the items that touch each block, for its name in the prefix cache; the hash of a block without items is empty.
+    """Hash, for each block, the items that overlap it.  The hash becomes part of the block's name in the prefix cache.
 
-    A name depends on each item's key and on where in the item the block begins, so equal names have equal rows.
+    It depends on the items' keys and on their offsets in the block, so equal names have equal rows.  Empty without items.
     """
     blocks: dict[int, Any] = {}
     for item in items:
@@ -374,7 +379,7 @@ def media_digests(items: Sequence[MediaItem], block_size: int) -> tuple[bytes, .
 
 @contextmanager
 def _named(where: str, modality: str) -> Generator[None]:
-    """Give the errors about an item the name of its place."""
+    """Add the item's location to errors about it."""
     try:
         yield
     except RefusedFileError as error:
@@ -401,7 +406,7 @@ def _packed(kwargs: Mapping[str, Any]) -> bytes:
 
 
 def _joined(*parts: bytes) -> bytes:
-    """Join parts so that no other parts give the same bytes."""
+    """Concatenate parts with their lengths, so that different parts never give the same bytes."""
     return b"".join(len(part).to_bytes(8) + part for part in parts)
 
 
@@ -415,10 +420,10 @@ def _content(data: Any) -> bytes:
 
 
 def _pixels_or_file(data: Any) -> Any:
-    """Return the bytes of a file, or the RGB image that a Python caller's object shows.
+    """Return the bytes of a file, or convert a Python caller's image or array to RGB pixels.
 
     Raises:
-        RefusedFileError: it is neither, or too large.
+        RefusedFileError: the object is neither, or too large.
     """
     if isinstance(data, bytes | bytearray | memoryview):
         return bytes(cast("bytes | bytearray | memoryview", data))
@@ -426,13 +431,13 @@ def _pixels_or_file(data: Any) -> Any:
 
     if isinstance(data, Image.Image):
         check_size(*data.size)
-        # A copy, since the caller's image must stay as it is.
+        # Decode a copy, because the caller's image must not be modified.
         return decode(data.copy())
     return decode(_from_array(data))
 
 
 def _from_array(data: Any) -> "Image.Image":
-    """Make an image of an array or a tensor of bytes: [H, W], [H, W, 3 or 4] or [3, H, W]."""
+    """Convert a uint8 array or tensor [H, W], [H, W, 3 or 4] or [3, H, W] to an image."""
     import numpy as np
     from PIL import Image
 

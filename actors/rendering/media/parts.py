@@ -1,7 +1,7 @@
-"""Take the images and recordings out of the parts of messages, in every form that clients and Python callers write.  Pure.
+"""Extract images and recordings from the parts of messages, in every supported format of clients and Python callers.  Pure.
 
-The messages keep `{"type": "image"}` or `{"type": "audio"}` in the place of each, which is what chat templates read.  Text
-never becomes an image: only parts count, and a text that spells a model's placeholder stays text.
+In the messages, `{"type": "image"}` or `{"type": "audio"}` replaces each item, as chat templates expect.  Only typed parts become
+images: a text that contains a model's placeholder stays text, so users cannot forge an image.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,23 +26,23 @@ from trouper.errors import (
     invalid,
 )
 
-# The `detail` of OpenAI's parts has no effect: the model's own processor decides about sizes, as in vLLM.
+# The `detail` of OpenAI's parts is checked but has no effect: the model's own processor chooses sizes, as in vLLM.
 DETAILS = ("auto", "low", "high", "original")
 MAX_UUID_CHARS = 256
 LATER = {"video_url": "video", "video": "video", "input_video": "video"}
 IMAGES = ("image_url", "input_image", "image", "image_pil")
 RECORDINGS = ("input_audio", "audio_url", "audio")
-# The `format` of OpenAI's parts; it is checked, and the file itself shows what it is.
+# The `format` of OpenAI's parts is checked, but the actual format is detected from the file.
 AUDIO_FORMATS = ("wav", "mp3", "flac", "ogg", "opus", "mpga", "mpeg")
 EMBEDS = ("image_embeds", "audio_embeds")
 FILES = ("file", "input_file", "document")
 
 
 class Base64File(msgspec.Struct, frozen=True):
-    """A file that a frontend took from a field of its API as base64.  It is decoded in the renderer's thread.
+    """A base64 file from a request, decoded later in the renderer's thread.
 
     Attributes:
-        field: the field within the client's part, such as `.source.data`; empty if the part is the file.
+        field: the path of the field within the client's part, such as `.source.data`; empty if the part itself is the file.
     """
 
     text: str | memoryview
@@ -53,7 +53,7 @@ class Base64File(msgspec.Struct, frozen=True):
 
 
 class FetchedFile(msgspec.Struct, frozen=True, weakref=True, eq=False):
-    """The bytes of a file in the place of a URL: they were fetched from it, or are a part of a form."""
+    """The bytes of a file that replace a URL: downloaded from it, or uploaded in a form."""
 
     data: bytes
 
@@ -62,13 +62,13 @@ class FetchedFile(msgspec.Struct, frozen=True, weakref=True, eq=False):
 
 
 class MediaPart(NamedTuple):
-    """One image or recording of a conversation, in the form in which the caller gave it.
+    """One image or recording of a conversation, as the caller passed it.
 
     Attributes:
-        data: the bytes of a file, a PIL image, an array, or samples with their rate; None if only its `uuid` is given.
-        uuid: the caller's name of it.
-        where: its place, such as `messages[0].content[1]`.
-        field: the field in that place with the file, such as `.image_url`.
+        data: the bytes of a file, a PIL image, an array, or samples with their rate; None if the caller sent only a `uuid`.
+        uuid: the caller's identifier for the item, under which it is cached.
+        where: its location, such as `messages[0].content[1]`.
+        field: the field at this location that contains the file, such as `.image_url`.
     """
 
     data: Any
@@ -79,15 +79,15 @@ class MediaPart(NamedTuple):
 
 
 def take_media(messages: Sequence[Any], folder: str = "") -> tuple[list[Any], list[MediaPart]]:
-    """Return the messages with a mark in the place of each image or recording, and these in order.
+    """Replace each image and recording in the messages by a marker.  Returns the new messages, and the items in order.
 
     Args:
-        folder: `file:` URLs below it are read; empty for none.
+        folder: read `file:` URLs only inside this folder; empty to read none.
 
     Raises:
-        TrouperUnprocessableEntityError: a file of a `file:` URL cannot be read.
-        MediaError, TrouperValidationError: a part has no file that can be used; the error names its place.
-        UnsupportedFeatureError: a part is a video or a document.
+        TrouperUnprocessableEntityError: the file of a `file:` URL cannot be read.
+        MediaError, TrouperValidationError: a part contains no usable file.  The error names its location.
+        UnsupportedFeatureError: a part is a video, a document or embeddings.
     """
     found: list[MediaPart] = []
     rest: list[Any] = []
@@ -109,13 +109,13 @@ def take_media(messages: Sequence[Any], folder: str = "") -> tuple[list[Any], li
 
 
 def kind_of(part: Any) -> str | None:
-    """Return the kind of a part that holds media, or None for any other part."""
+    """Return the type of a media part, or None for any other part."""
     if not isinstance(part, Mapping):
         return None
     fields = cast("Mapping[str, Any]", part)
     kind = fields.get("type")
     if kind is None:
-        # OpenAI's clients may leave the type out; the field then names it.
+        # OpenAI's clients may omit the type.  The name of the field then determines it.
         names = ("image_url", "input_audio", "audio_url", *LATER)
         kind = next((name for name in names if name in fields), None)
     if not isinstance(kind, str):
@@ -124,12 +124,12 @@ def kind_of(part: Any) -> str | None:
 
 
 def is_media(part: Any) -> bool:
-    """Return whether a part is an image, or a recording, in any form."""
+    """Return whether a part is an image or a recording in any supported format."""
     return kind_of(part) in (*IMAGES, *RECORDINGS)
 
 
 def url_name(part: Any) -> str | None:
-    """Return the name of the field in which a part has a URL, or None for a part without one."""
+    """Return the name of the part's URL field, or None if its type has none."""
     kind = kind_of(part)
     if kind in ("image_url", "input_image"):
         return "image_url"
@@ -137,7 +137,7 @@ def url_name(part: Any) -> str | None:
 
 
 def url_of(part: Any) -> Any:
-    """Return what a part of an image or a recording has as its URL, or None for any other part."""
+    """Return the unchecked URL of an image or recording, or None for any other part."""
     name = url_name(part)
     if name is None:
         return None
@@ -159,7 +159,7 @@ def _taken(part: Any, where: str, role: Any, found: list[MediaPart], folder: str
         text = f"{where}: {kind} is not supported; send the image itself as image_url"
         raise UnsupportedFeatureError(text, parameter=where)
     if role not in ("user", "system", "developer", "tool"):
-        rule = "images and audio can be in messages of the user, the system and tools only"
+        rule = "images and audio are allowed only in user, system, developer and tool messages"
         raise invalid(where, rule)
     fields = cast("Mapping[str, Any]", part)
     modality = AUDIO if kind in RECORDINGS else IMAGE
@@ -170,7 +170,7 @@ def _taken(part: Any, where: str, role: Any, found: list[MediaPart], folder: str
 
 
 def _field(kind: str, fields: Mapping[str, Any]) -> str:
-    """Return the field of a part with its file, which errors about the file name."""
+    """Return the path of the part's field that contains the file, for error messages."""
     if kind == "input_audio":
         return f".{kind}.data"
     given = fields.get(kind)
@@ -178,7 +178,7 @@ def _field(kind: str, fields: Mapping[str, Any]) -> str:
 
 
 def _data(kind: str, fields: Mapping[str, Any], where: str, folder: str) -> Any:
-    """Return the bytes of a file, or the object of a Python caller."""
+    """Return the bytes of a file, or the object that a Python caller passed; None if the part has only a `uuid`."""
     if kind == "input_audio":
         return _recording(fields, f"{where}.{kind}")
     name = url_name(fields)
@@ -204,7 +204,7 @@ def _data(kind: str, fields: Mapping[str, Any], where: str, folder: str) -> Any:
 
 
 def _recording(fields: Mapping[str, Any], where: str) -> bytes | None:
-    """Return the file of OpenAI's `input_audio`: an object with `data` in base64 and `format`."""
+    """Decode OpenAI's `input_audio`, an object with base64 `data` and a `format`."""
     given: Any = fields.get("input_audio")
     if given is None and fields.get("uuid") is not None:
         return None
@@ -221,10 +221,10 @@ def _recording(fields: Mapping[str, Any], where: str) -> bytes | None:
 
 
 def read_at(where: str, given: Any, folder: str = "", modality: str = IMAGE) -> bytes:
-    """Return the bytes of a URL or of base64, with errors that name the place.
+    """Read a file from a URL, from base64 or from a download.  Errors name the location `where`.
 
     Raises:
-        MediaError, TrouperValidationError: it is no file.
+        MediaError, TrouperValidationError: the value does not contain a usable file.
         TrouperUnprocessableEntityError: the file of a `file:` URL cannot be read.
     """
     if isinstance(given, FetchedFile):
@@ -245,22 +245,24 @@ def read_at(where: str, given: Any, folder: str = "", modality: str = IMAGE) -> 
 def refused(
     where: str, error: RefusedFileError, modality: str = IMAGE
 ) -> TrouperValidationError | TrouperUnprocessableEntityError:
-    """Return the error of a request with a refused file."""
+    """Convert the refusal of a file to the error for the client, which names the file's location."""
     code, rule = error.refusal
     if code == UNAVAILABLE:
         return TrouperUnprocessableEntityError(f"{where}: {rule}", parameter=where)
     if code == TrouperValidationError.code:
         return invalid(where, rule)
     if code == INVALID_IMAGE:
-        # What reads URLs and base64 does not know what the file is for.
+        # The code that reads URLs and base64 does not know the modality.
         code = f"invalid_{modality}"
     return MediaError(f"{where}: {rule}", parameter=where, code=code)
 
 
 def _url(name: str, fields: Mapping[str, Any], where: str) -> Any:
-    """Return the URL of OpenAI's two forms: a text, or an object with `url` and `detail`."""
+    """Return the URL from either of OpenAI's two formats: a string, or an object with `url` and `detail`."""
     if fields.get("file_id") is not None:
-        raise invalid(f"{where}.file_id", f"files are not stored here; use {name} with a data: URL")
+        raise invalid(
+            f"{where}.file_id", f"this server stores no files; use {name} with a data: URL"
+        )
     given = fields.get(name)
     detail, place = fields.get("detail"), f"{where}.detail"
     if isinstance(given, Mapping):

@@ -1,8 +1,8 @@
-"""Turn one decoded image into the inputs of a vision tower and the text in its place.  Runs without torch.
+"""Turn one decoded image into the inputs of a vision tower and the placeholder text for the prompt.  Runs without torch.
 
-The image processors and the texts are those of transformers.  Its whole processors are not used: some of them need torchvision
-for videos, and all of them search the user's text for placeholders.  Each image is processed separately, so its arrays and its
-tokens depend on nothing else in the prompt, and can be cached.
+The image processors and the placeholder texts are those of transformers.  Its combined processors are not used: some of them need
+torchvision for videos, and all of them search the user's text for placeholders.  Each image is processed separately, so its arrays and
+its tokens depend on nothing else in the prompt, and can be cached.
 """
 
 import inspect
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from PIL import Image
 
 NAME = "mm_processor_kwargs"
-# The options of transformers' processors are in scopes; an option outside of them is one of images.
+# transformers groups the options of its processors in these scopes.  An option outside of them applies to images.
 SCOPES = ("images_kwargs", "videos_kwargs", "audio_kwargs")
-# They decide about the form of arrays, which the tower prescribes.
+# Options that clients may not set, because they change the layout of the arrays, which the tower prescribes.
 OURS = frozenset(
     {"return_tensors", "data_format", "device", "input_data_format", "disable_grouping"}
 )
-# Far above any real image: Idefics 3 makes 39 MiB of 2,048 x 2,048 pixels.
+# Far above any real image: Idefics 3 turns 2,048 x 2,048 pixels into 39 MiB.
 MAX_ARRAY_BYTES = 256 * 2**20
 BREAK, END = "[IMG_BREAK]", "[IMG_END]"
 BEGIN_OF_IMAGE, END_OF_IMAGE = "<start_of_image>", "<end_of_image>"
@@ -40,8 +40,8 @@ class ImageProcessor:
     """The image processor of a model folder.
 
     Args:
-        config: names the folder and the family.
-        image_token: the text of the token in whose place a row is used.
+        config: contains the folder and the model family.
+        image_token: the text of the token that is replaced by a row of the tower's output.
 
     Raises:
         TrouperValidationError: the folder's files do not describe an image processor of transformers.
@@ -55,7 +55,7 @@ class ImageProcessor:
             self._images: Any = cast("Any", AutoImageProcessor).from_pretrained(
                 folder, backend="pil", local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # whatever the library raises for a folder that it does not like
+        except Exception as error:  # the library may raise anything for an unsuitable folder
             line = str(error).strip().partition("\n")[0]
             rule = f"transformers cannot read the image processor of the folder: {line}"
             raise invalid("model", rule, config.folder) from error
@@ -65,18 +65,18 @@ class ImageProcessor:
         self._known = tuple(sorted(self._images.valid_kwargs.__annotations__.keys() - OURS))
 
     def check(self, kwargs: Mapping[str, Any]) -> None:
-        """Check the names in `mm_processor_kwargs`.
+        """Check the option names in `mm_processor_kwargs`.
 
         Raises:
             TrouperValidationError: the processor has no such option, or the tower prescribes its value.
         """
         for name in image_kwargs(kwargs):
             if name in OURS:
-                raise invalid(NAME, f"{name} is fixed: the vision tower prescribes the arrays")
+                raise invalid(NAME, f"{name} cannot be set: the vision tower prescribes its value")
             if name not in self._known:
                 known = ", ".join(self._known)
                 raise invalid(
-                    NAME, f"the image processor has no option {name[:64]!r}; it has {known}"
+                    NAME, f"the image processor has no option {name[:64]!r}; supported: {known}"
                 )
 
     def process(self, image: "Image.Image", kwargs: Mapping[str, Any]) -> ProcessedMedia:
@@ -86,7 +86,7 @@ class ImageProcessor:
             kwargs: `mm_processor_kwargs` of the engine and of the request, merged.
 
         Raises:
-            TrouperValidationError: an option is unknown or has a wrong value, or the image is too small or large for the processor.
+            TrouperValidationError: an option is unknown or has an invalid value, or the processor does not accept the image's size.
         """
         self.check(kwargs)
         options = {**self._texts.defaults, **image_kwargs(kwargs), "return_tensors": "np"}
@@ -98,20 +98,21 @@ class ImageProcessor:
             )
         except MemoryError:
             raise
-        except Exception as error:  # its texts may contain anything, so none is shown to a client
+        # The library's message may contain anything, so clients do not see it.
+        except Exception as error:
             what = f"an option of {NAME}, or this image," if kwargs else "this image"
             width, height = image.size
             rule = f"the image processor refuses {what} of {width} x {height} pixels"
             raise invalid("image", rule) from error
         num_bytes = sum(array.data.nbytes for array in arrays)
         if num_bytes > MAX_ARRAY_BYTES:
-            rule = f"becomes {num_bytes} bytes of arrays, and {MAX_ARRAY_BYTES} are allowed; send a smaller image"
+            rule = f"needs {num_bytes} bytes of arrays (maximum {MAX_ARRAY_BYTES}); send a smaller image"
             raise invalid("image", rule)
         return ProcessedMedia(arrays, text)
 
 
 def image_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of images: those outside of any scope, then those in `images_kwargs`."""
+    """Return the image options: those outside of any scope, overridden by those in `images_kwargs`."""
     flat = {name: value for name, value in kwargs.items() if name not in SCOPES}
     scoped: Any = kwargs.get(SCOPES[0]) or {}
     if not isinstance(scoped, Mapping):
@@ -120,7 +121,7 @@ def image_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged_kwargs(engine: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the options of the engine and of a request, which has precedence; nested mappings are merged, too."""
+    """Merge the options of the engine and of a request, including nested mappings.  The request has precedence."""
     found = dict(engine)
     for name, value in request.items():
         mine = found.get(name)
@@ -131,9 +132,9 @@ def merged_kwargs(engine: Mapping[str, Any], request: Mapping[str, Any]) -> dict
 
 
 class _Texts:
-    """The text in the place of an image, by one of transformers' processor classes.
+    """Generate the placeholder text of an image with one of transformers' processor classes.
 
-    The class is made without its constructor, which needs a tokenizer and, in some families, torchvision.
+    The instance is created without calling its constructor, which needs a tokenizer and, in some families, torchvision.
     """
 
     def __init__(self, cls: Any, fields: Mapping[str, Any]) -> None:
@@ -155,7 +156,10 @@ class _Texts:
 
 
 class _Pixtral:
-    """The text in the place of an image of Pixtral: a mark ends each line.  The library's class cannot be imported without torchvision."""
+    """Generate the placeholder text of a Pixtral image, with a marker after each row of patches.
+
+    The class of transformers cannot be imported without torchvision.
+    """
 
     def __init__(self, fields: Mapping[str, Any], image_token: str) -> None:
         self._patch = int(fields["patch_size"]) * int(fields.get("spatial_merge_size", 1))
@@ -173,7 +177,7 @@ class _Pixtral:
 
 
 class _NoTexts:
-    """No text: an image is a whole prompt."""
+    """Generate no text, because in models with two towers an image is a whole prompt."""
 
     defaults: Mapping[str, Any] = {}
 
@@ -203,7 +207,7 @@ def _fields(folder: Path, image_token: str) -> dict[str, Any]:
     config = of_retriever(config)
     vision: dict[str, Any] = config.get("vision_config") or {}
     sizes: list[Any] = [vision.get("patch_size", 14), vision.get("image_size", 336)]
-    # Some configurations have a height and a width.
+    # In some configurations a size is a list of height and width.
     patch, image = (
         int(cast("list[Any]", size)[0] if isinstance(size, list) else size) for size in sizes
     )
@@ -221,7 +225,7 @@ def _fields(folder: Path, image_token: str) -> dict[str, Any]:
         "patch_size": patch,
         "spatial_merge_size": config.get("spatial_merge_size", 1),
         "vision_feature_select_strategy": strategy,
-        # The class token of CLIP, which the strategy `default` takes away again.
+        # The class token of CLIP, which the strategy `default` removes again.
         "num_additional_image_tokens": 1 if strategy == "default" else 0,
         "num_image_tokens": num_tokens, "image_seq_len": num_tokens, "image_seq_length": num_tokens,
         "vision_aspect_ratio": config.get("vision_aspect_ratio", "anyres_max_9"),
@@ -231,14 +235,14 @@ def _fields(folder: Path, image_token: str) -> dict[str, Any]:
     }  # fmt: skip
     given = {name: value for name, value in own.items() if isinstance(value, str | int | float)}
     found = {**known, **tokens, **given, "image_token": image_token}
-    # Gemma 3 writes it for each image, and for each part of a large one.
+    # Gemma 3 uses this text for each image, and for each crop of a large one.
     begin, end = found.get("boi_token", BEGIN_OF_IMAGE), found.get("eoi_token", END_OF_IMAGE)
     rows = image_token * int(found["image_seq_length"])
     return {**found, "full_image_sequence": f"\n\n{begin}{rows}{end}\n\n"}
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, or an empty one if there is none.  Raises TrouperValidationError for a damaged file."""
+    """Return the JSON object in a file, or an empty dict if the file does not exist.  Raises TrouperValidationError for invalid JSON."""
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -249,6 +253,6 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def dense(name: str, values: np.ndarray[Any, Any]) -> MediaArray:
-    """Return an input of a tower in one piece of memory, row by row."""
+    """Wrap an input of a tower as contiguous, read-only memory in row-major order."""
     values = np.ascontiguousarray(values)
     return MediaArray(name, values.dtype.name, values.shape, values.data.cast("B").toreadonly())

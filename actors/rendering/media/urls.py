@@ -1,15 +1,15 @@
-"""Decide which URLs of media are read and from where: `data:` URLs, allowed hosts, and files beneath one allowed folder.
+"""Decide which media URLs are read: `data:` URLs, `https:` URLs of allowed hosts, and `file:` URLs inside one allowed folder.
 
-A server that fetches the URLs of its clients can be made to read the network or the disk around it.  Without an option, only
-`data:` URLs are read.  An `https:` URL is fetched if its host is named in `allowed_media_domains`, and if every address
-of the host is public.  A `file:` URL is read beneath the one folder that the operator allows.
+A server that fetches its clients' URLs can be abused to read its internal network or its disk (SSRF).  So by default only
+`data:` URLs are read.  An `https:` URL is fetched only if `allowed_media_domains` contains its host, and if every address
+of the host is public.  A `file:` URL is read only inside the one folder that the operator allows.
 
 Laws.
-1. A URL is parsed once, and a host is resolved once: the connection goes to an address that was checked.
-2. A redirect is a new URL, checked in the same way, and leads to the same host only.
-3. A path is walked folder by folder from an open descriptor, and links are never followed.  So no name, and no change of the folder at
-   the same time, leads out of it.
-4. No address, no path and no text of a library is in an error.
+1. A URL is parsed once, and a host is resolved once, so the connection goes to an address that was checked.
+2. A redirect is checked like a new URL, and must lead to the same host.
+3. A path is opened folder by folder from a descriptor, without following links.  So no path leads out of the allowed folder, even if
+   the folder changes at the same time.
+4. Errors contain no address, no path and no message of a library, because they could reveal the system to a client.
 """
 
 import binascii
@@ -30,7 +30,7 @@ from trouper.actors.rendering.media.files import (
 )
 from trouper.config.media import ANY, MediaSources
 
-# A type, parameters and the mark of base64.  The type is not believed: the file itself shows what it is.
+# A media type, parameters and `;base64`.  The type is ignored, because the format is detected from the file.
 DATA_HEAD = re.compile(rb"data:[^,]{0,256}?;base64,", re.IGNORECASE)
 MAX_HEAD = 512
 MAX_URL = 8192
@@ -38,12 +38,12 @@ SCHEME = re.compile(rb"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 ADVICE = "send the file itself as a URL such as data:image/png;base64,… or data:audio/wav;base64,…"
 BLOCKED = "media_url_blocked"
 PORTS = {"https": 443, "http": 80}
-# A name of one label, such as `localhost`, is possible if an entry of the list names it.
+# A host name.  One label, such as `localhost`, is allowed only if the list contains it.
 HOST = re.compile(r"(?!-)[a-z0-9-]{1,63}(?<!-)(\.(?!-)[a-z0-9-]{1,63}(?<!-))*\Z")
-# Every notation of an address: the last label of a name is no number.
+# If the last label is a number, the host is an IP address in some notation.
 NUMBER = re.compile(r"([0-9]+|0x[0-9a-f]*)\Z")
 NOT_IN_URLS = re.compile(r"[^\x21-\x7e]|\\")
-# Addresses that lead to other addresses; no real server needs one.
+# Networks that embed an IPv4 address (NAT64, 6to4, Teredo) and could reach private hosts.  No public server needs them.
 TUNNELS = tuple(
     map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48", "::/96", "2002::/16", "2001::/32"))
 )
@@ -51,12 +51,12 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Target(NamedTuple):
-    """A URL that may be fetched, in parts."""
+    """The components of a URL that may be fetched."""
 
     scheme: str
     host: str
     port: int
-    # With the query.
+    # Includes the query.
     path: str
 
 
@@ -64,11 +64,11 @@ def read_url(url: str | memoryview) -> bytes:
     """Return the file in a `data:` URL.
 
     Args:
-        url: the text, or its bytes if they were cut out of a request's body.
+        url: the URL, as a string or as a slice of the request's body.
 
     Raises:
-        RefusedFileError: `media_url_blocked` for any other URL, `invalid_value` for no URL, `invalid_image` for
-            wrong base64, `media_too_large` for too long a file.
+        RefusedFileError: `media_url_blocked` for any other URL, `invalid_value` if it is not a URL, `invalid_image` for
+            invalid base64, `media_too_large` for too large a file.
     """
     head = _head(url)
     if (found := DATA_HEAD.match(head)) is not None:
@@ -77,34 +77,34 @@ def read_url(url: str | memoryview) -> bytes:
         raise RefusedFileError(INVALID_IMAGE, f"must be base64; {ADVICE}")
     if SCHEME.match(head) is None:
         raise RefusedFileError("invalid_value", f"is not a URL; {ADVICE}")
-    rule = "is a URL that this server does not read (--allowed-media-domains, --allowed-local-media-path)"
+    rule = "is a URL that this server may not read (see --allowed-media-domains and --allowed-local-media-path)"
     raise RefusedFileError(BLOCKED, f"{rule}; {ADVICE}")
 
 
 def decode_base64(text: str | memoryview) -> bytes:
-    """Decode base64 strictly: no blanks, no other characters, right padding.
+    """Decode base64 strictly: no whitespace, no other characters, and correct padding.
 
     Raises:
         RefusedFileError: `invalid_image` or `media_too_large`.
     """
-    # The length is checked before the bytes are made.
+    # Check the length before allocating the bytes.
     if len(text) // 4 * 3 > MAX_FILE_BYTES + 3:
-        rule = f"has more than the {MAX_FILE_BYTES} bytes that a file may have; send a smaller one"
+        rule = f"is larger than the maximum of {MAX_FILE_BYTES} bytes; send a smaller file"
         raise RefusedFileError("media_too_large", rule)
     try:
         return binascii.a2b_base64(text, strict_mode=True)
     except (binascii.Error, ValueError):
-        rule = "is not base64 (A-Z, a-z, 0-9, + and / with padding, no blanks)"
+        rule = "is not valid base64 (A-Z, a-z, 0-9, + and / with padding, no whitespace)"
         raise RefusedFileError(INVALID_IMAGE, rule) from None
 
 
 def is_remote(url: object) -> bool:
-    """Return whether a URL names a host to fetch from."""
+    """Return whether a value is an `https:` or `http:` URL."""
     return isinstance(url, str) and url[:8].lower().startswith(("https:", "http:"))
 
 
 def admit(url: str, sources: MediaSources) -> Target:
-    """Check everything about a URL that needs no network, and return its parts.
+    """Check a URL as far as possible without network access, and return its components.
 
     Raises:
         RefusedFileError: `media_url_blocked` for a URL that is not allowed, `invalid_value` for one that is malformed.
@@ -121,9 +121,9 @@ def admit(url: str, sources: MediaSources) -> Target:
             "may not be fetched: only https: is allowed (http: needs --allow-http-media)"
         )
     if "@" in parts.netloc:
-        raise _blocked("has a user name or a password, which are never sent")
+        raise _blocked("contains a user name or password, which this server never sends")
     if not HOST.match(host) or len(host) > 253 or NUMBER.match(host.rpartition(".")[2]):
-        raise _blocked("must name its host by a domain name, not by an address")
+        raise _blocked("must contain a domain name, not an IP address")
     port = PORTS[scheme] if given_port is None else given_port
     if not any(_allows(entry, host, port, scheme) for entry in sources.domains):
         raise _blocked("has a host or a port that is not in --allowed-media-domains")
@@ -132,13 +132,13 @@ def admit(url: str, sources: MediaSources) -> Target:
 
 
 def redirected(target: Target, location: str, sources: MediaSources) -> Target:
-    """Return where a redirect leads: to the same host, and not from https to http.
+    """Return the target of a redirect, which must stay on the same host and not change from https to http.
 
     Raises:
         RefusedFileError: `media_url_blocked`.
     """
     try:
-        # Joining removes some of the characters that are not allowed.
+        # Check before `urljoin`, which silently removes some forbidden characters.
         _check_text(location)
         start = f"{target.scheme}://{target.host}:{target.port}{target.path}"
         found = admit(urljoin(start, location), sources)
@@ -153,17 +153,17 @@ def redirected(target: Target, location: str, sources: MediaSources) -> Target:
 
 
 def checked_addresses(texts: Iterable[str], sources: MediaSources) -> tuple[Address, ...]:
-    """Return the addresses of a host, if all of them may be connected to.
+    """Return the addresses of a host, if connecting to every one of them is allowed.
 
-    One address that is not public refuses all: a host that has both may answer differently the next time.
+    A single private address blocks the host, because a host with both kinds may be an attempt to reach the internal network.
 
     Raises:
         RefusedFileError: `media_url_blocked`.
     """
-    # A scope such as `%eth0` belongs to addresses of the local link.
+    # Remove the scope, such as `%eth0`, of link-local addresses.
     found = tuple(dict.fromkeys(ipaddress.ip_address(text.partition("%")[0]) for text in texts))
     if not all(_may_connect(address, sources.allows_private) for address in found):
-        rule = "names a host with an address that is not public (--allow-private-media-hosts)"
+        rule = "has a host with an address that is not public (see --allow-private-media-hosts)"
         raise _blocked(rule)
     return found
 
@@ -172,7 +172,9 @@ def _check_text(url: str) -> None:
     if len(url) > MAX_URL:
         raise RefusedFileError("invalid_value", f"has more than {MAX_URL} characters")
     if NOT_IN_URLS.search(url):
-        raise RefusedFileError("invalid_value", "has characters that no URL has")
+        raise RefusedFileError(
+            "invalid_value", "contains characters that are not allowed in URLs; percent-encode them"
+        )
 
 
 def _may_connect(address: Address, allows_private: bool) -> bool:
@@ -208,21 +210,21 @@ def _head(url: str | memoryview) -> bytes:
 
 
 UNAVAILABLE = "media_unavailable"
-# Errors of a walk that meets a link, or a file in the place of a folder.
+# Errors if a path component is a link, or is a file instead of a folder.
 NOT_BENEATH = (errno.ELOOP, errno.ENOTDIR)
 
 
 def is_local(url: object) -> bool:
-    """Return whether it is a `file:` URL."""
+    """Return whether a value is a `file:` URL."""
     return isinstance(url, str) and url[:5].lower() == "file:"
 
 
 def read_local(url: str, folder: str) -> bytes:
-    """Return the bytes of a file beneath `folder`.
+    """Return the bytes of a file inside `folder`.
 
     Raises:
-        RefusedFileError: `media_url_blocked` for a file elsewhere, `media_unavailable` for one that cannot be read,
-            `media_too_large` for one that is too long.
+        RefusedFileError: `media_url_blocked` for a file elsewhere, `media_unavailable` for an unreadable one,
+            `media_too_large` for too large a one.
     """
     names = _names_below(url, folder)
     try:
@@ -230,12 +232,12 @@ def read_local(url: str, folder: str) -> bytes:
     except OSError as error:
         if error.errno in NOT_BENEATH:
             raise _elsewhere() from None
-        rule = "names a file that does not exist or cannot be read"
+        rule = "is the URL of a file that does not exist or cannot be read"
         raise RefusedFileError(UNAVAILABLE, rule) from None
 
 
 def _names_below(url: str, folder: str) -> list[str]:
-    """Return the path of the URL as names of folders and of a file, relative to `folder`."""
+    """Return the components of the URL's path relative to `folder`."""
     if len(url) > MAX_URL:
         raise RefusedFileError("invalid_value", f"has more than {MAX_URL} characters")
     try:
@@ -262,12 +264,14 @@ def _read_beneath(folder: str, names: list[str]) -> bytes:
             inner = os.open(name, flags, dir_fd=at)
             os.close(at)
             at = inner
-        # Without O_NONBLOCK, opening a named pipe would wait for its writer.
+        # Without O_NONBLOCK, opening a named pipe would block until a writer opens it.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with os.fdopen(os.open(names[-1], flags, dir_fd=at), "rb") as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
-                raise RefusedFileError(UNAVAILABLE, "names something that is not a file")
+                raise RefusedFileError(
+                    UNAVAILABLE, "is the URL of something other than a regular file"
+                )
             check_bytes(found.st_size)
             data = file.read(found.st_size + 1)
             check_bytes(len(data))
@@ -277,5 +281,5 @@ def _read_beneath(folder: str, names: list[str]) -> bytes:
 
 
 def _elsewhere() -> RefusedFileError:
-    rule = "names a file that is not below the folder of --allowed-local-media-path"
+    rule = "is the URL of a file outside the folder of --allowed-local-media-path"
     return RefusedFileError(BLOCKED, f"{rule}; {ADVICE}")

@@ -1,14 +1,14 @@
-"""The process in which files of images and recordings are decoded and processed: limits first, then one order after another from a socket.
+"""Run the process that decodes and processes images and recordings.  It limits its own resources, then serves orders from a socket.
 
 python -P -m trouper.actors.rendering.media.worker    (standard input is the socket)
 
-The first order is the configuration of the processor.  Every other is a frame: the length of a JSON object in four
-bytes, the object, then the file or the pixels.  The answer is a frame of JSON; the arrays come as a file in memory whose
-descriptor travels with it.  The file is sealed, so it cannot shrink or change while the engine reads it.  The end of the
-socket ends the process.
+The first order is the configuration of the processor.  Every later order is a frame: the length of a JSON object in four
+bytes, the object, then the file or the pixels.  The answer is a frame with JSON.  The arrays are in a memory file (memfd), and its
+descriptor is sent with the answer.  The file is sealed, so it cannot shrink or change while the engine reads it.  The
+process ends when the socket is closed.
 
-torch is hidden from this process, because it would take 300 MiB and seconds to import, and because code that a
-hostile file might reach shall find as little as possible.
+This process cannot import torch, because that would take 300 MiB and several seconds, and because a hostile file that
+takes over a decoder should find as little code as possible.
 """
 
 import ctypes
@@ -47,28 +47,28 @@ if TYPE_CHECKING:
     from trouper.actors.rendering.media.processor import ImageProcessor
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
-# The interpreter, the processors and the largest image (413 MiB to decode, then its copies).
+# Enough for the interpreter, the processors and the largest image (413 MiB to decode, then its copies).
 MEMORY = 2 * 2**30
-# Seconds of computing for an image of at most `STEP_PIXELS`, and one more for each further `STEP_PIXELS`.
+# CPU time for an image of at most `STEP_PIXELS`, plus one second for each further `STEP_PIXELS`.
 CPU_S = 2
 STEP_PIXELS = 10_000_000
-# A recording gets 7 s: ten minutes at 192 kHz in eight channels take 4 s.
+# A recording gets the CPU time of an image of this size, 7 s.  Ten minutes at 192 kHz in eight channels take 4 s.
 RECORDING_PIXELS = 60_000_000
-# Blocks of memory up to the first size come from the heap; its free end is given back to the system from the second size on.
-# By default each image's pixels and arrays would be new pages, which take a third of its time to fault in.
+# malloc serves blocks up to the first size from the heap, and returns the heap's free end to the system only above the second size.
+# By default each image would use new pages, and faulting them in would take a third of its time.
 HEAP_BLOCK, HEAP_FREE = 2**25, 2**26
-# Arrays begin at multiples of it, so that numpy and torch read them without a copy.
+# Arrays start at multiples of this, so that numpy and torch can use them without a copy.
 ALIGNMENT = 64
 
 
 class ImageFields(msgspec.Struct, frozen=True):
-    """The part of an order in front of the file.
+    """The header of an order, which precedes the file.
 
     Attributes:
         kwargs: options of the model's processor.
-        limit: the most pixels of the image, or seconds of the recording.
-        size: the width and height of RGB pixels that the caller has decoded itself, or None for a file.
-        rate: samples a second, if the caller has samples of a recording instead of a file.
+        limit: the maximum number of pixels of the image, or of seconds of the recording.
+        size: width and height, if the order contains decoded RGB pixels; None for a file.
+        rate: samples per second, if the order contains decoded samples; None for a file.
     """
 
     kwargs: dict[str, Any]
@@ -78,14 +78,14 @@ class ImageFields(msgspec.Struct, frozen=True):
 
 
 class ProcessorFields(msgspec.Struct, frozen=True):
-    """The first order: the arguments of an `ImageProcessor`."""
+    """The first order: the arguments of an `ImageProcessor` or `AudioProcessor`."""
 
     config: MediaConfig
     image_token: str
 
 
 class ArrayPlace(msgspec.Struct, frozen=True):
-    """An array in the file of an answer."""
+    """The location of an array in the memory file of an answer."""
 
     name: str
     dtype: str
@@ -95,11 +95,11 @@ class ArrayPlace(msgspec.Struct, frozen=True):
 
 
 class ImageAnswer(msgspec.Struct, frozen=True):
-    """The answer to an order: the processed image, or the code and the rule of a refusal."""
+    """The answer to an order: the processed image or recording, or the error code and message of a refusal."""
 
     code: str | None = None
     rule: str = ""
-    # The name of a wrong option of the processor.
+    # The name of the invalid processor option, if one is the reason.
     parameter: str | None = None
     arrays: tuple[ArrayPlace, ...] = ()
     text: str = ""
@@ -123,14 +123,14 @@ def main() -> None:
 
 
 def _serve(orders: socket.socket, stream: BinaryIO) -> None:
-    """Make the processor from the first order, and answer the others until the socket ends."""
+    """Create the processor from the first order, and answer later orders until the socket is closed."""
     first = msgspec.json.decode(_read(stream), type=ProcessorFields)
     try:
         processor = make_processor(first.config, first.image_token)
     except TrouperValidationError as error:
         orders.sendall(framed(_encoded(_refusal(error))))
         return
-    # From here on nothing that a library prints can fill the pipe.  It is read at the end only.
+    # The engine reads the stderr pipe only at the end.  Without this, library messages could fill it and block the process.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     orders.sendall(framed(_encoded(ImageAnswer())))
     while order := _read(stream):
@@ -148,7 +148,7 @@ def make_processor(config: MediaConfig, token: str) -> "ImageProcessor | AudioPr
     """Return the processor of a model's images or recordings.
 
     Raises:
-        TrouperValidationError: the folder's files do not describe one, or it does not have the engine's options.
+        TrouperValidationError: the folder's files do not describe one, or it does not support the engine's options.
     """
     if config.modality == AUDIO:
         from trouper.actors.rendering.media.audio import AudioProcessor
@@ -158,7 +158,7 @@ def make_processor(config: MediaConfig, token: str) -> "ImageProcessor | AudioPr
         from trouper.actors.rendering.media.processor import ImageProcessor
 
         made = ImageProcessor(config, token)
-    # A wrong option of the engine shows at its start, not at the first image.
+    # An invalid engine option must fail at the start, not at the first image.
     made.check(config.processor_kwargs)
     return made
 
@@ -179,14 +179,14 @@ def _answer(
         return
     with _sealed(found.arrays) as (file, places):
         answer = ImageAnswer(arrays=places, text=found.text, size=size, seconds=found.seconds)
-        # The descriptor travels with the first bytes.
+        # The descriptor is attached to the first bytes.
         whole = framed(_encoded(answer))
         sent = socket.send_fds(orders, [whole], [file.fileno()])
         orders.sendall(whole[sent:])
 
 
 def _refusal(error: TrouperValidationError) -> ImageAnswer:
-    """Return the processor's refusal: of an option, which it names, or of the image."""
+    """Convert the processor's error about an option or about the image to an answer."""
     if error.parameter == "image":
         return ImageAnswer("invalid_image", error.rule)
     return ImageAnswer(error.code, error.rule, error.parameter or "")
@@ -195,7 +195,7 @@ def _refusal(error: TrouperValidationError) -> ImageAnswer:
 def _processed(
     fields: ImageFields, data: memoryview, processor: "ImageProcessor | AudioProcessor"
 ) -> tuple[ProcessedMedia, int]:
-    """Return the result for an image, with the number of its pixels, or for a recording, with its seconds."""
+    """Process an image or a recording.  Returns the result, and the number of pixels or of seconds."""
     import numpy as np
 
     from trouper.actors.rendering.media.audio import AudioProcessor, Waveform
@@ -211,7 +211,7 @@ def _processed(
 
 
 def _image(fields: ImageFields, data: memoryview) -> "Image.Image":
-    """Return upright RGB pixels of a file, or of pixels that the caller has decoded itself."""
+    """Decode a file to upright RGB pixels, or wrap pixels that the caller has already decoded."""
     from PIL import Image
 
     if fields.size is not None:
@@ -225,7 +225,7 @@ def _image(fields: ImageFields, data: memoryview) -> "Image.Image":
 
 @contextmanager
 def _sealed(arrays: Sequence[MediaArray]) -> Generator[tuple[BinaryIO, tuple[ArrayPlace, ...]]]:
-    """Write arrays to a file in memory that can no longer change."""
+    """Write arrays to a memory file, and seal it against changes."""
     places: list[ArrayPlace] = []
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     with os.fdopen(os.memfd_create("media", flags), "wb") as file:
@@ -247,12 +247,13 @@ def _limit_memory() -> None:
     import resource
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform != "darwin":  # which maps more than any useful limit before a program begins
+    # macOS maps more than any useful limit before a program starts.
+    if sys.platform != "darwin":
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
 
 
 def _keep_pages() -> None:
-    """Let the C library keep the pages of one image for the next, as far as it can be asked to."""
+    """Let the C library reuse the pages of one image for the next.  Does nothing without `mallopt`."""
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:
         m_trim_threshold, m_mmap_threshold = -1, -3
@@ -261,7 +262,7 @@ def _keep_pages() -> None:
 
 
 def _limit_time(num_pixels: int) -> None:
-    """Let the order take the computing time of an image of this size; the system ends the process when it is over."""
+    """Limit the CPU time of the next order to that of an image of this size.  The kernel kills the process at the limit."""
     import resource
 
     seconds = CPU_S + max(0, math.ceil(num_pixels / STEP_PIXELS) - 1)
@@ -270,7 +271,7 @@ def _limit_time(num_pixels: int) -> None:
 
 
 def _hide_torch() -> None:
-    """Let every import of torch fail, as if it was not installed."""
+    """Make every import of torch fail as if it were not installed."""
     find = importlib.util.find_spec
 
     def find_without(
