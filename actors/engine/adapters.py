@@ -1,12 +1,12 @@
-"""The adapters of an engine: their slots on the device, and the requests that use them.
+"""Load LoRA adapters into slots of the device, and track which requests use them.
 
 Laws:
-1. A slot is free or contains one adapter, named by the digest of its files: the number of a load means nothing after a restart.
-2. A request takes its adapter's slot when it is opened, and keeps it until it has ended, read or not.  Until then the slot is not
-   loaded again.  By the time it is, the scheduler has ended the sequences of the request, so no plan with a wanted result reads it.
-3. An unloaded adapter takes no new requests, and its slot is freed when its last request ends.
-4. A named adapter (`load_named`) is known until it is unloaded.  Its weights may be evicted; the next request loads them again.
-5. A request waits if all slots are in use.  Waiting requests are served in the order of their arrival.
+1. A slot is free or contains one adapter.  The adapter is identified by the digest of its files, which stays the same after a restart.
+2. A request holds its adapter's slot from its opening until its end, whether its output is read or not.  Until then nothing else is
+   loaded into the slot.  The scheduler has then ended the request's sequences, so no plan with a needed result reads the slot.
+3. An unloaded adapter accepts no new requests, and its slot is freed when its last request ends.
+4. A named adapter (`load_named`) stays registered until it is unloaded.  Its weights may be evicted; the next request reloads them.
+5. A request waits if all slots are in use.  Waiting requests are served in order of arrival.
 """
 
 from collections.abc import Awaitable, Callable
@@ -27,10 +27,8 @@ from trouper.errors import (
 )
 from trouper.lora import LoRARequest
 
-ReadFiles = Callable[
-    [LoRARequest, str | None], Awaitable[AdapterFiles]
-]  # below a root, if there is one
-# into a slot of the device; the last is called as soon as it is there
+ReadFiles = Callable[[LoRARequest, str | None], Awaitable[AdapterFiles]]
+# Load the files into this slot of the device, and call the last argument once they are loaded.
 LoadFiles = Callable[[int, AdapterFiles, Callable[[], object]], Awaitable[None]]
 
 
@@ -47,7 +45,7 @@ class _SlotUse(msgspec.Struct, eq=False):
 
 
 class _NamedAdapter(NamedTuple):
-    """An adapter that stays known when its weights are evicted."""
+    """An adapter that stays registered when its weights are evicted."""
 
     request: LoRARequest
     # Its folder must be inside this one.
@@ -58,10 +56,10 @@ class Adapters:
     """Load adapters, and count the requests that use them.
 
     Args:
-        config: None for an engine that refuses adapters.
+        config: None if the engine was started without adapters.
         read: reads the files in a thread.
-        load: loads them on the devices of all replicas; it is called once at a time.
-        has_replicas: whether there are several devices, so that a load may succeed on some of them only.
+        load: loads the files on the devices of all replicas.  Calls never overlap.
+        has_replicas: whether there are several devices, so that a load may succeed on only some of them.
     """
 
     def __init__(
@@ -92,9 +90,9 @@ class Adapters:
 
     @property
     def requests(self) -> list[LoRARequest]:
-        """The adapters that requests may name: the named ones, and others while they are loaded.
+        """The adapters that requests may use: all named ones, and others while they are loaded.
 
-        The list is the one that `/v1/models` and `list_loras` show.
+        `/v1/models` and `list_loras` return this list.
         """
         known = {number: named.request for number, named in self._named.items()}
         known.update((number, loaded.request) for number, loaded in self._loaded.items())
@@ -105,19 +103,19 @@ class Adapters:
         return len(self._free)
 
     def digest_of(self, request: LoRARequest) -> bytes:
-        """Return the digest of the files of a known adapter, which means the same in every process; empty for an unknown one.
+        """Return the digest of an adapter's files, which is the same in every process.  Empty for an unknown adapter.
 
-        An answer that goes on after a restart compares it with that of the adapter with which it began.
+        An answer resumed after a restart uses it to check that the adapter has not changed.
         """
         known = {each.lora_int_id for each in self.requests}
         self._digests = {number: each for number, each in self._digests.items() if number in known}
         return self._digests.get(request.lora_int_id, b"")
 
     def check(self, request: object) -> None:
-        """Refuse what is no adapter request, or any where adapters are off.
+        """Check the type of an adapter request, and that the engine supports adapters.
 
         Raises:
-            TypeError: it is no LoRARequest.
+            TypeError: `request` is not a LoRARequest.
             TrouperValidationError: the engine was started without `enable_lora`.
         """
         if not isinstance(request, LoRARequest):
@@ -126,14 +124,14 @@ class Adapters:
             raise invalid("lora_request", "this engine was started without enable_lora")
 
     async def load(self, request: LoRARequest, root: str | None = None) -> bool:
-        """Load an adapter, unless it is there already; returns whether it was loaded now.
+        """Load an adapter.  Returns False if it was loaded already.
 
         Args:
-            root: the folder that must contain its own; None allows any folder.
+            root: the folder that must contain the adapter's folder; None allows any folder.
 
         Raises:
-            TrouperValidationError: its files do not fit the model, or its number or name is another adapter's.
-            UnsupportedFeatureError: it is more than a LoRA adapter.
+            TrouperValidationError: its files do not fit the model, or another adapter has its number or name.
+            UnsupportedFeatureError: its files contain more than a plain LoRA adapter.
             AdaptersInUseError: all slots are in use.
         """
         self.check(request)
@@ -145,7 +143,8 @@ class Adapters:
             slot, victim = self._take_slot(known)
             mine = msgspec.structs.replace(request, load_inplace=False)
             loaded = _SlotUse(mine, LoadedAdapter(slot, files.digest, mine.lora_name))
-            is_refused = False  # by all replicas alike: the slot is as it was
+            # Whether all replicas have refused the adapter, so that the slot is unchanged.
+            is_refused = False
             try:
                 await self._load(slot, files, partial(self._take_in, loaded, known))
             except (TrouperValidationError, UnsupportedFeatureError):
@@ -159,9 +158,9 @@ class Adapters:
             return True
 
     async def load_named(self, request: LoRARequest, root: str | None = None) -> None:
-        """Load an adapter as `load` does; from then on it is known until it is unloaded.
+        """Load an adapter like `load`, and keep it registered until it is unloaded.
 
-        A request may then use its name even after it has given its slot to another adapter: it is loaded again.
+        Requests may use its name even after it was evicted from its slot; it is then reloaded.
         """
         await self.load(request, root)
         mine = msgspec.structs.replace(request, load_inplace=False)
@@ -170,18 +169,18 @@ class Adapters:
     async def load_in_turn(
         self, request: LoRARequest, check: Callable[[], None], *, loads_new: bool = True
     ) -> None:
-        """Load an adapter as `load` does, once requests do not use all slots.
+        """Load an adapter like `load`, but wait for a slot if all are in use.
 
         Args:
-            check: raises what ends the waiting, such as the engine's end, at which all requests are over.
-            loads_new: False loads only a named one loaded before.
+            check: raises an exception to end the wait, for example when the engine ends.
+            loads_new: if False, only reload an adapter that is registered.
 
         Raises:
-            AdaptersInUseError: all are pinned, so none would go.
-            LoRAAdapterNotFoundError: it is not known, or not there any more.
+            AdaptersInUseError: all adapters are pinned, so no slot will become free.
+            LoRAAdapterNotFoundError: the adapter is not registered, or its files no longer exist.
         """
         if self._find(request) is not None and not request.load_inplace:
-            return  # past those that wait for a slot
+            return  # without waiting behind requests for other adapters
         if not loads_new:
             self._check_named(request)
         async with self._turns:
@@ -198,9 +197,9 @@ class Adapters:
                 check()
 
     def unload(self, lora_int_id: int) -> bool:
-        """Refuse an adapter to further requests.
+        """Unload an adapter, so that new requests cannot use it.  Returns False if it is unknown.
 
-        Returns whether it was known. Open requests keep it until they end; then its slot becomes free.
+        Open requests keep it until they end; then its slot becomes free.
         """
         named, loaded = self._named.pop(lora_int_id, None), self._loaded.get(lora_int_id)
         if loaded is not None:
@@ -248,18 +247,24 @@ class Adapters:
             self._release(loaded)
 
     def _find(self, request: LoRARequest) -> _SlotUse | None:
-        """Find the adapter of a request, by its number, if it is loaded; raises TrouperValidationError where number and name disagree."""
+        """Return the loaded adapter with the request's number, or None.  Raises TrouperValidationError if its name or path differs."""
         loaded = self._loaded.get(request.lora_int_id)
         known = loaded or self._named.get(request.lora_int_id)
         if known is not None:
             mine = known.request
             if mine.lora_name != request.lora_name:
-                raise invalid("lora_int_id", f"is that of {mine.lora_name!r}", request.lora_int_id)
+                rule = f"is already used by the adapter {mine.lora_name!r}; choose another number"
+                raise invalid("lora_int_id", rule, request.lora_int_id)
             if mine.lora_path != request.lora_path and not request.load_inplace:
-                raise invalid("lora_path", "is not that of the loaded adapter", request.lora_path)
+                rule = f"differs from that of the loaded adapter {mine.lora_name!r}; unload it first, or set load_inplace"
+                raise invalid("lora_path", rule, request.lora_path)
             return loaded
         if any(other.lora_name == request.lora_name for other in self.requests):
-            raise invalid("lora_name", "another adapter has this name", request.lora_name)
+            raise invalid(
+                "lora_name",
+                "is already used by another adapter; choose another name",
+                request.lora_name,
+            )
         return None
 
     def _check_named(self, request: LoRARequest) -> _NamedAdapter:
@@ -269,7 +274,7 @@ class Adapters:
         return named
 
     async def _load_again(self, request: LoRARequest) -> None:
-        """Load a named adapter again after it lost its slot; if it is unloaded meanwhile, it stays unloaded."""
+        """Reload a named adapter that was evicted.  If it is unloaded meanwhile, it stays unloaded."""
         named = self._check_named(request)
         try:
             await self.load(named.request, named.root)
@@ -282,7 +287,7 @@ class Adapters:
         self._check_named(request)
 
     def _take_slot(self, known: _SlotUse | None) -> tuple[int, _SlotUse | None]:
-        """Choose a slot to load into, and the idle adapter that it is taken from, which no request finds any more."""
+        """Choose a slot to load into.  If it contains an idle adapter, evict it, so that new requests do not find it."""
         if self._free:
             return self._free.pop(), None
         candidates = [known] if known is not None else []
@@ -292,19 +297,19 @@ class Adapters:
                 del self._loaded[loaded.request.lora_int_id]
                 return loaded.adapter.slot, loaded
         raise AdaptersInUseError(
-            f"all {len(self._slots)} adapters that may be loaded at once (max_cpu_loras) are "
-            "in use or pinned; try again when a request has ended, or unload one",
+            f"all {len(self._slots)} adapter slots (max_cpu_loras) are "
+            "in use or pinned; try again when a request has ended, or unload an adapter",
             "adapters_in_use",
         )
 
     def _take_in(self, loaded: _SlotUse, known: _SlotUse | None) -> None:
-        """The device has an adapter: requests find it now, and no more the one whose number it has."""
+        """Make a loaded adapter available to requests, in place of an earlier one with the same number."""
         if known is not None and self._loaded.get(known.request.lora_int_id) is known:
             self._forget(known)
         self._loaded[loaded.request.lora_int_id] = self._slots[loaded.adapter.slot] = loaded
 
     def _give_up(self, slot: int, victim: _SlotUse | None, *, is_as_it_was: bool) -> None:
-        """Return a slot that was not loaded after all; where some replicas may have loaded it, its adapter is gone."""
+        """Release a slot after a failed load.  Its earlier adapter is restored only if no replica has overwritten the slot."""
         if victim is not None and is_as_it_was:
             self._loaded[victim.request.lora_int_id] = victim
             return
@@ -313,7 +318,7 @@ class Adapters:
         self._free.append(slot)
 
     def _forget(self, loaded: _SlotUse) -> None:
-        """Unload an adapter; its slot is free once no request uses it."""
+        """Unload an adapter.  Its slot becomes free once no request uses it."""
         del self._loaded[loaded.request.lora_int_id]
         loaded.is_unloaded = True
         if not loaded.num_open:

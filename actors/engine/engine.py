@@ -1,7 +1,6 @@
-"""`Engine`: what frontends hold while the actors run.
+"""Provide `Engine`, the object through which frontends use the running actors.
 
-It is a façade: requests are kept by the `RequestTable`, the lifecycle is changed by `Controls`, and everything
-else is asked of the actors.
+It is a façade: the `RequestTable` owns the requests, `Controls` changes the lifecycle, and the actors own all other state.
 """
 
 import math
@@ -60,10 +59,13 @@ class EngineStatistics(msgspec.Struct, frozen=True):
 
     num_open_requests: int
     num_rendering: int  # queued for a renderer
-    num_tracked: int  # sequences the Detokenizer knows
-    num_prefill_tokens: int  # of prompts without a first token; an estimate until they are rendered
-    scheduler: SchedulerStats  # of all replicas together
-    replicas: tuple[SchedulerStats, ...]  # of each
+    num_tracked: int  # sequences in the detokenizer
+    # Prompt tokens of requests without a first token.  Estimated until the prompt is rendered.
+    num_prefill_tokens: int
+    # The sum over all replicas.
+    scheduler: SchedulerStats
+    # One per replica.
+    replicas: tuple[SchedulerStats, ...]
 
 
 class EngineParts(msgspec.Struct, frozen=True):
@@ -85,7 +87,8 @@ class EngineParts(msgspec.Struct, frozen=True):
     to_scheduler: MemoryObjectSendStream[SchedulerInbox]
     to_executors: Sequence[MemoryObjectSendStream[ExecutorInbox]]  # one for each replica
     to_observer: MemoryObjectSendStream[ObserverInbox]
-    inboxes: Mapping[str, MemoryObjectSendStream[Any]]  # of every actor, to be counted
+    # The inbox of every actor, to report their lengths.
+    inboxes: Mapping[str, MemoryObjectSendStream[Any]]
     renderers: tuple[Renderer, ...]
     scheduler: Scheduler[Any]
     executors: Sequence[Executor]
@@ -112,7 +115,7 @@ class Engine:
         # Fetches the images of URLs.  None if no host is allowed.
         self.downloads = parts.downloads
         self.metrics: Metrics | None = parts.observer and parts.observer.metrics
-        # The last of them.  Losses and preemptions come from the observer, if there is one.
+        # The most recent events.  Without an observer, device losses and preemptions are missing.
         self.events = parts.events
         self.lifecycle = Lifecycle()
         self._parts = parts
@@ -159,7 +162,7 @@ class Engine:
 
         Raises:
             TypeError: `request_id` is not a string, or `params` not SamplingParams.
-            TrouperValidationError: the model does not generate, or takes no adapters; or there is no such replica.
+            TrouperValidationError: the engine does not generate text, has no adapters, or has no such replica.
         """
         self._check_types(request_id, params, SamplingParams)
         if options.lora_request is not None:
@@ -179,7 +182,7 @@ class Engine:
 
         Raises:
             TypeError: `request_id` is not a string, or `params` not PoolingParams.
-            TrouperValidationError: the model does not pool, or there is no such replica.
+            TrouperValidationError: the engine does not pool, or has no such replica.
         """
         self._check_types(request_id, params, PoolingParams)
         return self._generation(prompt, params.clone(), request_id, options)
@@ -202,26 +205,26 @@ class Engine:
         await self._client.call_device(LoadAdapter(slot, files), done=done)
 
     def abort(self, request_ids: str | Iterable[str]) -> None:
-        """End requests; each reader gets its final output.  Unknown and finished ids are ignored.
+        """End requests.  Each reader gets a final output.  Unknown and finished ids are ignored.
 
         Each output has `finish_reason="abort"` and contains the text generated so far.
         """
         self.requests.abort(request_ids)
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
-        """Raise what opening a request of n completions would raise now.
+        """Raise the error that opening a request with `n` completions would raise now.
 
         Nothing is reserved, so a later call to open the request can still fail.
         """
         self.requests.check(n, request_id)
 
     def check_open(self) -> None:
-        """Raise the error with which every request is refused now, if there is one.
+        """Raise an error if the engine currently refuses all requests.
 
         Raises:
 
             EngineDeadError: the engine has failed or is closed.
-            RetryableRequestError: it is paused, asleep or draining.
+            RetryableRequestError: the engine is paused, asleep or draining.
         """
         self._client.check_alive()
         if self.lifecycle.refuses is not None:
@@ -238,13 +241,13 @@ class Engine:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Count the tokens of open prompts without a first token, by an estimate until they are rendered.  It takes O(1)."""
+        """Count the prompt tokens of requests without a first token, estimated until the prompt is rendered.  Takes O(1)."""
         return self.requests.num_prefill_tokens
 
     def statistics(self) -> EngineStatistics:
         """Read every table of the engine, for metrics, health checks and tests.
 
-        It takes longer the more requests are open, so it must not be called for each request.
+        Its cost grows with the number of open requests, so it must not be called for each request.
         """
         parts = self._parts
         return EngineStatistics(
@@ -257,9 +260,9 @@ class Engine:
         )
 
     def snapshot(self) -> EngineSnapshot:
-        """Describe the state of every actor: which requests it holds, and what it is waiting for.
+        """Describe the state of every actor: its requests, and what it is waiting for.
 
-        Tests compare snapshots, and a hanging engine can be examined with it.
+        Tests compare snapshots, and operators examine a hanging engine with them.
         """
         parts = self._parts
         return EngineSnapshot(
@@ -281,29 +284,23 @@ class Engine:
         """Return every metric, including everything reported so far.
 
         Raises:
-            TrouperValidationError: statistics are off.
+            TrouperValidationError: statistics are disabled.
         """
         if self.metrics is None:
             raise TrouperValidationError(
-                "metrics need statistics, as of LLM(disable_log_stats=False)",
+                "metrics need statistics; set disable_log_stats=False",
                 parameter="disable_log_stats",
             )
         await self.refresh_metrics()
         return self.metrics.values()
 
     async def refresh_metrics(self) -> None:
-        """Count what has been reported so far.
-
-        Without it, a reader may miss the last messages in the observer's inbox.
-        """
+        """Wait until the metrics include every message sent to the observer so far."""
         if self._observer is not None:
             await self._client.flush_observer(self._observer.hurry)
 
     async def log_stats(self) -> None:
-        """Write the log line now.  Without statistics there is none.
-
-        The interval of the next automatic line begins now.
-        """
+        """Write the statistics log line now, and restart the interval until the next one.  Does nothing without statistics."""
         await self.refresh_metrics()
         if self._observer is not None:
             self._observer.log()
@@ -337,7 +334,7 @@ class Engine:
                 await self._wait_over(self.requests.slots)
         await self._wait_over(self.requests.abort_all())
         if self.dead_error is not None:
-            return  # it died of something else meanwhile
+            return  # another failure has ended the engine meanwhile
         self.lifecycle.move(Event.STOPPED)
         self._client.end(EngineDeadError("the engine is closed"))
 
@@ -354,9 +351,9 @@ class Engine:
         self._end(death)
 
     def hang_up(self) -> None:
-        """Fail everything still open, because the actors have ended and nothing will answer any more.
+        """Fail all open calls and requests, because the actors have ended and will not answer them.
 
-        It is the last step of every shutdown, normal or not.
+        This is the last step of every shutdown, normal or not.
         """
         self._end(self.dead_error or EngineDeadError("the engine is closed"))
 
@@ -386,7 +383,8 @@ class Engine:
 
     def _end(self, error: EngineDeadError) -> None:
         for slot in self.requests.slots:
-            if not slot.is_over:  # else its end is written, and only has to be read
+            # A request that has ended already keeps its result, even if it has not been read.
+            if not slot.is_over:
                 slot.fail(error)
         self._client.end(error)
 
@@ -416,7 +414,7 @@ class Engine:
 
 
 def _check_order(priority: object, arrival_time: object) -> None:
-    """Check what decides the order of service: it must be comparable with that of every other request."""
+    """Check the values that determine the order of service, because they must be comparable among all requests."""
     if type(priority) is bool or not isinstance(priority, int) or not -(2**63) < priority < 2**63:
         raise TrouperValidationError(
             "must be a 64-bit integer", parameter="priority", value=priority

@@ -1,13 +1,13 @@
-"""The caller's handle of one request: an async iterator of outputs.  Closing it aborts the request.
+"""Provide the caller's handle of one request: an async iterator of outputs.  Closing it aborts the request.
 
-Structured concurrency needs an owner for every request, so nothing continues without its caller.
+Every request is owned by its iterator, so no request continues to use the device after its caller has gone.
 
 Laws:
-1. Nothing happens before the first `__anext__` or `__aenter__`.
+1. The request is not submitted before the first `__anext__` or `__aenter__`.
 2. Closing is synchronous, idempotent, and legal in a cancelled task.
 3. A finished, failed or cancelled `__anext__` closes the iterator.  So `async for` to the end needs no further call, and a caller that
    may leave early uses `async with`.
-4. A garbage collection of an open iterator aborts its request with a ResourceWarning.
+4. When an open iterator is garbage-collected, its request is aborted with a ResourceWarning.
 """
 
 import warnings
@@ -35,10 +35,7 @@ Output = TypeVar("Output", bound=RequestOutput | PoolingRequestOutput[Any])
 
 
 class MakeRender(Protocol):
-    """Make the message to the renderer when the request is opened.
-
-    The message contains the slot of the request, which exists only from then on.
-    """
+    """Create the message to the renderer when the request is opened, because its reply slot exists only from then on."""
 
     def __call__(
         self,
@@ -53,9 +50,9 @@ class MakeRender(Protocol):
 
 
 class RequestDesk(Protocol):
-    """The part of the engine that opens and closes requests, as its handles see it.
+    """The methods of the engine that `Generation` uses to open and close requests.
 
-    A protocol keeps `Generation` independent of the engine, so tests can use a small substitute.
+    As a protocol it keeps `Generation` independent of the engine, so tests can use a small substitute.
     """
 
     def open_request(
@@ -79,9 +76,9 @@ class RequestDesk(Protocol):
     def close_request(self, id: RequestId, slot: Slot[Any], *, is_finished: bool) -> None: ...
 
     def drop_request(self, id: RequestId, slot: Slot[Any]) -> None:
-        """Close the request soon.  It is legal in any thread, because garbage is collected in any thread.
+        """Close the request of a garbage-collected iterator soon.
 
-        A caller may simply forget an iterator, and its request must still not run to its end.
+        Thread-safe, because garbage collection may run in any thread.
         """
         ...
 
@@ -121,7 +118,8 @@ class Generation(Generic[Output]):
 
     async def __anext__(self) -> Output:
         if self._is_closed:
-            if not self._is_finished:  # else the output before was waited for
+            # Yield to other tasks, unless waiting for the previous output has done so.
+            if not self._is_finished:
                 await anyio.lowlevel.checkpoint()
             raise StopAsyncIteration
         await self.prepare()
@@ -136,17 +134,17 @@ class Generation(Generic[Output]):
         return self._checked(output) if output.finished or output.error else output
 
     def next_nowait(self) -> Output | None:
-        """Return the result of `__anext__`, or None if it would wait or has ended.
+        """Return the result of `__anext__`, or None if it would wait or the iteration has ended.
 
-        A writer of streams can thus collect everything available before it waits again.
+        A stream can thus send everything available at once before it waits again.
         """
         output = self.take_nowait()
         return None if output is None else self._checked(output)
 
     def take_nowait(self) -> Output | None:
-        """Take the output due now, or None; for a loop that steps the engine by hand.
+        """Return the output available now, or None.  For a loop that steps the engine manually.
 
-        A failure of this request comes as an output with `finish_reason="error"`.
+        Instead of raising, a failed request returns an output with `finish_reason="error"`.
         """
         if self._opened is None:
             return None
@@ -162,40 +160,38 @@ class Generation(Generic[Output]):
     def _checked(self, output: Output) -> Output:
         self._note(output)
         if output.error is not None and output.error.code != "aborted":
-            self.close()  # also when siblings of the completion that failed could go on
+            # One failed completion ends the request, even if other completions could continue.
+            self.close()
             raise output.error.to_exception(self.request_id)
         return output
 
     @property
     def num_unfinished(self) -> int:
-        """Count the completions without an end that the caller has seen.
-
-        A completion counts until its last output was handed out. It is 0 before the request is opened.
-        """
+        """Count the completions whose last output the caller has not received.  0 before the request is opened."""
         return 0 if self._opened is None else self._opened[1].num_unread
 
     @property
     def num_tokens(self) -> tuple[int, int]:
-        """Return the tokens of the rendered prompt, and the tokens generated so far by all completions, read or not."""
+        """Return the numbers of prompt tokens, and of tokens generated so far by all completions, read or not."""
         return self._num_tokens if self._opened is None else self._opened[1].num_tokens
 
     @property
     def is_over(self) -> bool:
-        """Whether the request has ended, so only the results in the slot can still be read.
+        """Whether the engine has finished the request, although unread results may remain.
 
-        Its place in the engine is free then, even if the client reads slowly.
+        A finished request no longer counts against the engine's limits, even if the client reads slowly.
         """
         return self._opened is None or self._opened[1].is_over
 
     async def prepare(self, *, waits: bool = True) -> None:
-        """Wait until the request can be opened: its adapter is loaded.  Only a request that wants one waits at all.
+        """Load the adapter of the request, so that it can be opened.  Returns at once if the request has none.
 
         Args:
-            waits: also for another request to end, where requests use all the adapters that may be loaded.
+            waits: if other requests use all adapter slots, wait until one is free.
 
         Raises:
-            AdaptersInUseError: they use all of them, and it does not wait for that, or one will not be free.
-            Exception: what loading raised; the request is closed then.
+            AdaptersInUseError: no slot is free, and `waits` is False or none will become free.
+            Exception: the error of loading.  The request is closed then.
         """
         options = self._options
         if options.lora_request is None or self._opened is not None or self._is_closed:
@@ -209,13 +205,13 @@ class Generation(Generic[Output]):
             raise
 
     async def submit(self, *, waits: bool = True) -> None:
-        """Open, and wait until the prompt is known to be good.
+        """Open the request, and wait until its prompt has been accepted.
 
         Args:
-            waits: as in `prepare`.
+            waits: see `prepare`.
 
         Raises:
-            Exception: the error of rendering; the request has ended then.
+            Exception: the error of rendering.  The request has ended then.
         """
         await self.prepare(waits=waits)
         slot = self.open()
@@ -255,9 +251,9 @@ class Generation(Generic[Output]):
         """Submit the request now, unless it is already submitted.
 
         Raises:
-            RuntimeError: the stream is closed.
+            RuntimeError: the request is closed.
 
-        Iterating opens it automatically; callers use this to fix the order of several requests.
+        Iterating submits it automatically.  Callers use this method to fix the order of several requests.
         """
         if self._is_closed:
             raise RuntimeError(f"{self!r} cannot be opened again")
@@ -282,5 +278,6 @@ class Generation(Generic[Output]):
 
     def __del__(self) -> None:
         if self._opened is not None:
-            self._desk.drop_request(*self._opened)  # first: the warning may be an error
+            # Before the warning, because a warning filter may raise an exception.
+            self._desk.drop_request(*self._opened)
             warnings.warn(f"dropped while open: {self!r}", ResourceWarning, 2, source=self)

@@ -62,7 +62,7 @@ __all__ = ["Engine", "EngineStatistics", "open_engine"]
 
 MAX_FACTS = 2048
 MAX_POOLED_STEPS = 64
-# Renderers for grammars that must be tried: one that takes its second does not hold up the next, and no more processors are busy.
+# Renderers for grammars on trial.  With two, one slow grammar does not delay the next, and at most two processors are busy.
 NUM_TRYING = 2
 CLOSE_GRACE_S = 10  # for the final outputs of aborted requests
 TRACES_GRACE_S = 30  # for the last spans, when their collector does not answer
@@ -82,14 +82,14 @@ async def open_engine(
 ) -> AsyncGenerator[Engine]:
     """Run the actors for the length of the block.
 
-    Leaving the block drains for `shutdown_timeout_s` (not after an error), aborts what is still open, and
-    ends the actors, the device last.  `is_stepped`: nothing is planned but by `Controls.step`.
-    `device`: one, or one for each of `data_parallel_size` replicas.
-    `span_processor` takes the spans instead of the endpoint that `otlp_traces_endpoint` names.
+    Leaving the block waits up to `shutdown_timeout_s` for open requests (not after an error), aborts the remaining ones, and
+    ends the actors, the device last.  With `is_stepped`, only `Controls.step` makes plans.
+    `device` is one device, or one for each of `data_parallel_size` replicas.
+    `span_processor` receives the spans instead of the endpoint `otlp_traces_endpoint`.
 
     Raises:
         TrouperValidationError: the model, its tokenizer or the memory sizes do not fit.
-        UnsupportedFeatureError: tracing is wanted and its packages are not installed.
+        UnsupportedFeatureError: tracing is enabled, but its packages are not installed.
         EngineDeadError: an actor failed, and the block did not end with an error of its own.
     """
     threads = threads or WorkerThreads(config.render_timeout_s)
@@ -109,7 +109,7 @@ async def open_engine(
             )
             yield opened
         except (Exception, KeyboardInterrupt, SystemExit) as error:
-            # Carried out of the group as it is, not wrapped in another.
+            # Raised outside of the task group, which would wrap it in an exception group.
             body_error = error
         finally:
             if engine is not None:
@@ -149,21 +149,21 @@ async def _run_actors(
     to_trying_renderer, trying_renderer_inbox = anyio.create_memory_object_stream[RendererInbox](
         MAX_OPEN_REQUESTS
     )
-    # One Admit and one Abort for each open request, and again for one that took its place before the
-    # scheduler ran; that also leaves room for an answer and a Stop for each step in flight, and for
-    # the few questions of the lifecycle, asked one at a time.
+    # One Admit and one Abort for each open request, and the same for a request that replaced it before the
+    # scheduler ran.  This leaves room for an answer and a Stop for each step in flight, and for
+    # the calls of the lifecycle, of which only one is open at a time.
     to_scheduler, scheduler_inbox = anyio.create_memory_object_stream[SchedulerInbox](
         5 * MAX_OPEN_REQUESTS
     )
     to_executors: list[MemoryObjectSendStream[ExecutorInbox]] = []
     executor_inboxes: list[MemoryObjectReceiveStream[ExecutorInbox]] = []
-    # One Track for each open request; the scheduler waits when it is a whole table of steps ahead.
+    # One Track for each open request.  The scheduler waits when the detokenizer is this far behind.
     to_detokenizer, detokenizer_inbox = anyio.create_memory_object_stream[DetokenizerInbox](
         2 * MAX_OPEN_REQUESTS
     )
-    # The scheduler waits when it is this many steps ahead.
+    # The scheduler waits when the pooler is this many steps behind.
     to_pooler, pooler_inbox = anyio.create_memory_object_stream[PoolerInbox](MAX_POOLED_STEPS)
-    # Facts may be dropped: some seconds of steps, should the observer be held up.
+    # Facts are dropped when the observer is several seconds of steps behind.
     to_observer, observer_inbox = anyio.create_memory_object_stream[ObserverInbox](MAX_FACTS)
     engine: Engine | None = None
     with (
@@ -172,14 +172,14 @@ async def _run_actors(
         to_trying_renderer, trying_renderer_inbox, to_scheduler, scheduler_inbox,
         to_detokenizer, detokenizer_inbox, to_pooler, pooler_inbox, to_observer, observer_inbox,
     ):  # fmt: skip
-        # One with statement may have twenty blocks only.
+        # CPython limits a `with` statement to about twenty blocks.
         ends.enter_context(to_media_renderer)
         ends.enter_context(media_renderer_inbox)
         ends.enter_context(to_fetcher)
         ends.enter_context(fetcher_inbox)
-        # Each executor gets the plans in flight, a grammar to prepare and the orders to the tier, and also those that were sent
-        # before the device was lost, if a call has held them up; and one call at a time from the lifecycle, for an adapter, from a
-        # probe and from the scheduler.
+        # The inbox of an executor must have room for the plans in flight, a grammar to prepare and the orders to the tier; for the
+        # same from before a loss of the device, if a call delays them; and for one call each from the lifecycle, for an adapter,
+        # from a probe and from the scheduler.
         for _ in devices:
             to_executor, executor_inbox = anyio.create_memory_object_stream[ExecutorInbox](
                 2 * (credits + 1 + MAX_ORDERS) + 4
@@ -295,7 +295,7 @@ def _make_executors(
     to_scheduler: MemoryObjectSendStream[SchedulerInbox],
     devices: Sequence[Device],
 ) -> list[Executor]:
-    """Make one for each device.  If there are several, each adds its replica to every message."""
+    """Make one executor for each device.  With several devices, each executor labels its messages with its replica."""
     numbers = range(len(devices)) if len(devices) > 1 else (None,)
     return [
         Executor(inbox, to_scheduler.clone(), device, number)
@@ -342,7 +342,7 @@ def _make_reporter(to_observer: MemoryObjectSendStream[ObserverInbox], *, is_on:
 def cache_labels(config: EngineConfig, info: DeviceInfo) -> dict[str, str]:
     """Return the configuration of the KV cache under the names that vLLM's dashboards read.
 
-    All values are texts, because they become labels of a metric with the constant value 1.
+    All values are strings, because they become labels of a metric with the constant value 1.
     """
     num_blocks = info.num_blocks - 1  # all but the null block
     num_tokens = info.num_kv_tokens(config.max_model_len)
@@ -372,7 +372,7 @@ def _make_observer(
     images: MediaPreprocessor | None,
     events: RecentEvents,
 ) -> Observer | None:
-    """Make the observer; None when neither statistics nor traces are wanted."""
+    """Create the observer.  Returns None if both statistics and traces are disabled."""
     metrics: Metrics | None = None
     if config.log_stats:
         cache_config = cache_labels(config, info)
@@ -397,7 +397,7 @@ def _make_observer(
 async def _tracing(
     config: EngineConfig, threads: Threads, processor: "SpanProcessor | None"
 ) -> AsyncGenerator[NoteEnded | None]:
-    """Open the tracer and yield its function that makes a span of an ended request; None without an endpoint."""
+    """Open the tracer, and yield its function that exports an ended request as a span.  Yields None without an endpoint."""
     if config.otlp_traces_endpoint is None:
         yield None
         return
@@ -420,10 +420,10 @@ async def _tracing(
 async def _load(
     config: EngineConfig, executors: Sequence[Executor], threads: Threads, tasks: TaskGroup
 ) -> tuple[EngineConfig, DeviceInfo, Tokenizer | None, MediaPreprocessor | None]:
-    """Load all devices at once; the tokenizer and the image processor are read while the weights are.
+    """Load all devices concurrently, and meanwhile the tokenizer and the image processor.
 
     Returns:
-        The config in use, with the context for which all devices have room.
+        The configuration in use, with a context length that fits into the memory of every device, and what was loaded.
     """
     tokenizer: Tokenizer | None = None
     images: MediaPreprocessor | None = None
@@ -448,9 +448,9 @@ async def _load(
             loading.start_soon(load_device, executor, f"executor {replica}")
         await load_device(executors[0], "executor")
     if images is not None and config.media is not None and not config.media.in_process:
-        # Not while the device imports transformers: two threads that import it at once may fail.
+        # Not while the device imports transformers, because importing it in two threads at once may fail.
         await threads.run(images.warm)
-    # A request may move to any replica, so each offers the blocks that all have.
+    # A request may move to any replica, so the replica with the fewest blocks limits the context.
     info = min(infos, key=lambda info: info.num_blocks)
     # All but the null block.
     config = fitted(config, info.kv_layout.num_tokens(info.num_blocks - 1), info.longest)
@@ -463,6 +463,6 @@ async def _load(
 
 
 def _first_leaf(group: BaseExceptionGroup[Exception]) -> Exception:
-    """Return the first error of a group; the others follow from it."""
+    """Return the first error of a group.  Later errors are usually its consequences."""
     first = group.exceptions[0]
     return _first_leaf(first) if isinstance(first, BaseExceptionGroup) else first

@@ -13,7 +13,7 @@ from trouper.actors.messages.media import MediaItem
 from trouper.actors.messages.requests import Embeds, Grammar, GrammarReady, GrammarWork, SequenceId
 from trouper.sampling_fields import DeviceFields
 
-# Beyond it, a larger repetition penalty makes no difference to any sample.
+# Larger repetition penalties are clamped to this, because they would not change any sample.
 MAX_REPETITION = 1e30
 # A position beyond all tokens.
 NEVER = 2**31
@@ -59,17 +59,17 @@ class NewSequence(msgspec.Struct, frozen=True):
     embeds: tuple[Embeds, ...] = ()
     # Images with unread rows.
     media: tuple[MediaItem, ...] = ()
-    # Of all images of a model with positions in three dimensions: the first row's position, time, height and width.
+    # For models with three-dimensional positions: of each image the position of its first row, its time, height and width.
     grids: tuple[tuple[int, int, int, int], ...] = ()
-    # Runs of prompt tokens that see each other, as begin and end.  A plan never divides one.
+    # Ranges (begin, end) of prompt tokens with bidirectional attention.  One plan always computes a range as a whole.
     spans: tuple[tuple[int, int], ...] = ()
     grammar: Grammar | None = None
     # 0 means no adapter.
     adapter_slot: int = 0
-    # Drafts may come from the answers of sequences of the same family.
+    # Drafts may be copied from the answers of sequences with the same value.
     family: str = ""
-    # The row whose recurrent state is copied to the slot first.  -1 copies nothing: at position 0 the slot's own state counts for
-    # nothing, and elsewhere the sequence has been there before.
+    # The row whose recurrent state is restored to the slot first.  -1 restores nothing: at position 0 the old state of the slot is
+    # ignored, and at other positions the slot already contains the sequence's state.
     state_row: int = -1
 
 
@@ -97,16 +97,16 @@ class StepPlan(msgspec.Struct, frozen=True):
     copies: tuple[tuple[int, int], ...] = ()
     # The newest step with samples that this step reads.  0 if the scheduler knows all inputs.
     reads: int = 0
-    # The most drafts that the device may verify behind each entry; their KV blocks are allocated.  Each draft that equals the
-    # sample in its place yields one more token.  Empty means no drafts.
+    # Maximum drafts to verify after each entry.  Their KV blocks are allocated.  Each draft that equals the token sampled at its
+    # position yields one more token.  Empty means no drafts.
     num_lookahead_tokens: tuple[int, ...] = ()
-    # The most tokens by which drafts in flight may move each entry beyond `num_computed_tokens`.  Only the device knows the exact
-    # number, and begins there.  Their KV blocks are allocated.  Empty means no drafts in flight.
+    # Maximum tokens by which accepted drafts in flight may advance each entry beyond `num_computed_tokens`.  Only the device knows the
+    # exact number, from which it continues.  Their KV blocks are allocated.  Empty means no drafts in flight.
     num_unknown_tokens: tuple[int, ...] = ()
-    # Slots whose recurrent states are copied, the rows to which they are copied, and the position of each copied state: inside the tokens
-    # that this step computes, or behind them.
+    # Snapshots of recurrent states to save: the slot to copy from, the row to copy to, and the position, which is inside the tokens of
+    # this step or at their end.
     saves: tuple[tuple[int, int, int], ...] = ()
-    # Slots whose images are encoded before this step, in order, and the seconds that this may take.  These slots need no entry in the step.
+    # Slots whose images are encoded before this step, in order, and the time limit for this.  These slots need no entry in the step.
     encodes: tuple[int, ...] = ()
     encode_s: float = 0.0
 
@@ -114,7 +114,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 class PoolEntry(msgspec.Struct, frozen=True):
     """One whole prompt of a `PoolPlan`.
 
-    Pooling has no KV cache, so the prompt cannot be divided over several steps.
+    Pooling has no KV cache, so one step computes the whole prompt.
     """
 
     token_ids: tuple[int, ...]
@@ -128,7 +128,7 @@ class PoolEntry(msgspec.Struct, frozen=True):
 class PoolPlan(msgspec.Struct, frozen=True):
     """Scheduler → Executor: whole prompts for one forward pass without a cache, the shortest first.
 
-    Sorting by length lets the device cut the batch into groups of similar length, which wastes less padding.
+    Sorting by length lets the device split the batch into groups of similar length, which need less padding.
     """
 
     step: int
@@ -171,9 +171,9 @@ class StepDone(msgspec.Struct, frozen=True):
     num_draft_tokens: tuple[int, ...] = ()
     # None if no entry has a grammar.
     grammar: GrammarWork | None = None
-    # The time from when this was the eldest plan to its answer.  0 if the device does not measure it.
+    # The time from when this became the oldest unanswered plan to its answer.  0 if the device does not measure it.
     seconds: float = 0.0
-    # For each of the plan's `encodes`: the position of the first row of an image that is still missing.  Every step before it may be planned.
+    # For each of the plan's `encodes`: the position of the first image row that is not encoded yet.  Steps may be planned up to it.
     encoded: tuple[int, ...] = ()
 
 
@@ -192,73 +192,70 @@ class PoolDone(msgspec.Struct, frozen=True):
 class StepFailed(msgspec.Struct, frozen=True):
     """Executor → Scheduler: this plan raised, or was refused because an earlier plan raised.  It has no results.
 
-    Its sequences stay as they were, and the scheduler searches for the one at fault.
+    The scheduler rolls back its sequences, and searches for the one that causes the failure.
     """
 
     step: int
     message: str
-    # Then a smaller step may succeed.
+    # Whether the device ran out of memory, so that a smaller step may succeed.
     is_out_of_memory: bool = False
 
 
-# In this order: a step missed its deadline; the kernel killed the process for memory; a signal; an exit; an error that the process
-# reported before it ended; a closed connection.
+# In this order: a step missed its deadline; the kernel's OOM killer; another signal; an exit; an error that the process reported before
+# it ended; a closed connection.
 LossCause = Literal["hang", "out_of_memory", "signal", "exit", "error", "closed"]
 
 
 class DeviceLost(msgspec.Struct, frozen=True):
-    """Executor → Scheduler → Observer: the device died, and with it all unanswered plans.
+    """Executor → Scheduler → Observer: the device died.  All unanswered plans are lost.
 
-    The executor starts it again.  The scheduler must not send a plan before `DeviceBack`.
+    The executor restarts it.  The scheduler must not send a plan before `DeviceBack`.
     """
 
     # The cause in one line.
     message: str
-    # The eldest unanswered plan.  None if the device was idle.
+    # The oldest unanswered plan.  None if the device was idle.
     step: int | None = None
-    # Whether the cause is certainly no request.
+    # Whether no request can be the cause, for example if an operator killed the process.
     is_from_outside: bool = False
     cause: LossCause = "error"
 
 
 class ReplicaEvent(msgspec.Struct, frozen=True):
-    """Executor → Scheduler → Observer: an event of one device, if there are several replicas.
-
-    The actors behind it learn from it to which replica the event belongs.
-    """
+    """Executor → Scheduler → Observer: an event of one device, labelled with its replica.  Used if there are several replicas."""
 
     replica: int
     event: "StepDone | PoolDone | StepFailed | GrammarReady | TierAnswer | DeviceLost | DeviceBack | DeviceFailed"
 
 
-# The last byte of the name of a recurrent state.  The bytes before it are the name of the block behind which it is the state.
+# The last byte of the name of a recurrent state.  The bytes before it are the name of the block after which the state was saved.
 STATE_KIND = b"\xff"
 
 
 def state_of(name: bytes) -> bytes:
-    """Return the name of the recurrent state behind a block."""
+    """Return the name of the recurrent state after a block."""
     return name + STATE_KIND
 
 
 def is_state(name: bytes) -> bool:
-    """Whether this is the name of a recurrent state, and not of a block."""
+    """Whether this is the name of a recurrent state instead of a block."""
     return len(name) > 32 and name.endswith(STATE_KIND)
 
 
 class TierOrder(msgspec.Struct, frozen=True):
-    """Scheduler → Executor: an order to the tier of KV blocks on disk, performed behind the plans already sent.
+    """Scheduler → Executor: an order to the KV tier on disk, executed after the plans already sent.
 
-    A thread of the device performs the orders one after another, while later plans run.  Each order is answered.  An order may also be
-    about one recurrent state (`is_state`).  Then its one block is a row of the state pool.
-    With stages or ranks each worker performs an order for its part of the block, and their answers are joined.
+    A thread of the device executes the orders in sequence, while later plans run, and answers each one.  An order may also concern
+    one recurrent state (`is_state`).  Then its only block is a row of the state pool.
+    With pipeline stages or ranks, each worker executes the order for its part of the block, and their answers are merged.
 
     Kinds:
-        store: write a block, which no plan changes until the answer.
-        fetch: read these blocks, in order, and stop at the first one that is not there.  No plan uses their memory until the answer.
-        touch: note a use of the last of a chain of blocks, so that the chain is removed later than others.
-        remove: remove the file of a state with which a step has failed.
-        cancel: forget all orders before this one, at once.  They neither read nor write the memory of a block any more.
-        clear: forget them as well, and remove the files of this model.
+        store: write a block to disk.  No plan changes the block until the answer.
+        fetch: read these blocks, in order, up to the first missing one.  No plan uses their memory until the answer.
+        touch: note a use of the last block of a chain, so that the chain is evicted later than others.
+        remove: remove the file of a state from which a step started that failed.
+        cancel: drop all earlier orders at once.  From then on they neither read nor write the memory of a block.
+        clear: drop all earlier orders, and remove the files of this model.
     """
 
     number: int
@@ -267,7 +264,7 @@ class TierOrder(msgspec.Struct, frozen=True):
     names: tuple[bytes, ...] = ()
     # The name of the block before a stored one, or of the block of a stored state.  Empty for the first block of a sequence.
     parent: bytes = b""
-    # Counts losses of the device.  After a loss the device refuses orders of the old epoch, whose blocks may hold other tokens by now.
+    # Counts losses of the device.  After a loss the device refuses orders of the old epoch, because their blocks may have been reused.
     epoch: int = 0
 
 

@@ -393,7 +393,7 @@ def test_other_modalities_are_refused_by_name(llm, modality):
     ("kwargs", "message"),
     [
         ({"nonsense": 1}, "no option 'nonsense'"),
-        ({"return_tensors": "pt"}, "return_tensors is fixed"),
+        ({"return_tensors": "pt"}, "return_tensors cannot be set"),
     ],
 )
 def test_wrong_options_of_the_processor_are_named(llm, kwargs, message):
