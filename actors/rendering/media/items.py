@@ -236,7 +236,9 @@ class MediaPreprocessor:
                 placed = self._cache.get(key)
                 if placed is None:
                     if data is None:
-                        rule = f"{place}: the item with this uuid is not cached; send its data again"
+                        rule = (
+                            f"{place}: the item with this uuid is not cached; send its data again"
+                        )
                         raise MediaError(rule, parameter=place, code="multimodal_cache_miss")
                     order = MediaOrder(data, place, merged, left)
                     placed, size = self._processed(key, order, is_named=part.uuid is not None)
