@@ -1,9 +1,9 @@
 """Pause, sleep, wake and profile the engine as a whole, by calls to its actors.
 
-Each of these changes is a protocol of several waits over one state, so one lock admits them one at a time; it also keeps
-calls to the device, for which the executor's inbox has one place, from meeting there.
+Each of these operations waits several times while it changes the lifecycle, so a lock serializes them.  The lock also prevents
+concurrent calls to the device, because the executor's inbox has room for only one.
 
-A call is answered by its actor, or fails when the engine ends.  So no caller waits for ever, even if an actor dies.
+A call is answered by its actor, or fails when the engine ends.  So no caller waits forever, even if an actor dies.
 """
 
 import warnings
@@ -49,7 +49,7 @@ from trouper.actors.output.slot import Slot
 from trouper.actors.runtime.event_loop import Future, wait_shielded
 from trouper.errors import EngineDeadError, ProfilerAlreadyActiveError
 
-# The engine ends right after these errors, and fails the open answers with its cause.
+# These errors mean that the actor has ended.  The engine then ends too, and fails the open calls with its cause.
 ACTOR_IS_GONE = (anyio.BrokenResourceError, anyio.ClosedResourceError)
 
 
@@ -133,7 +133,7 @@ class ControlClient:
         return answers, cancelled
 
     async def probe(self) -> None:
-        """Make a round trip through the scheduler and the executor to the device and back.
+        """Send a message through the scheduler and the executor to the device and back, to check that they are alive.
 
         The executor's inbox has room for one probe at a time.  So after a cancelled call, the next caller waits for the probe that is
         already on its way.
@@ -192,10 +192,10 @@ RESTORE_GRACE_S = 60  # taking a pause back, while being cancelled
 
 
 class Controls:
-    """Changes what the engine as a whole does: one change at a time, and each to its end.
+    """Run operations on the whole engine, one at a time.
 
     Args:
-        abort_all: aborts every open request; returns the slots in which their ends will appear.
+        abort_all: aborts every open request, and returns the reply slots that will receive their ends.
     """
 
     def __init__(
@@ -276,10 +276,10 @@ class Controls:
                 raise cancelled
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> bool:
-        """Pause, then give memory back; False when it sleeps that deep already.
+        """Pause, then release device memory.  Returns False if the engine already sleeps at this level or deeper.
 
         Level 0 only stops scheduling.  Levels 1 and 2 drop the prefix cache, the KV memory and the
-        weights; sequences that `keep` has frozen are recomputed after waking.
+        weights.  Sequences frozen by the mode `keep` are recomputed after waking.
         """
         check_level(level)
         check_mode(mode)
@@ -339,13 +339,13 @@ class Controls:
             return not lifecycle.is_sleeping
 
     async def reset_prefix_cache(self, *, preempt: str = "no", clears_tier: bool = False) -> bool:
-        """Forget all cached prefixes.
+        """Clear the prefix cache, for example after loading new weights.
 
-        Returns False, and changes nothing in memory, while a sequence holds a block.  With `preempt`, running sequences give up
-        their blocks first.  Needed after new weights are loaded.
+        Returns False, and leaves the cache unchanged, while a sequence holds a block.  With `preempt`, running sequences are
+        preempted first.
 
         Args:
-            clears_tier: remove the files of this model from the tier on disk, in any case.
+            clears_tier: also remove the files of this model from the tier on disk, even if the result is False.
         """
         reset = partial(ResetPrefixCache, clears_tier=clears_tier)
         return await self._client.ask_scheduler(reset, preempt)
@@ -384,7 +384,7 @@ class Controls:
 
     @asynccontextmanager
     async def _changing(self) -> AsyncGenerator[None]:
-        """One change of the lifecycle at a time; the metrics show what came of it."""
+        """Serialize changes of the lifecycle, and update the metrics after each one."""
         async with self._transition:
             self._client.check_alive()
             began_s, before = anyio.current_time(), self._lifecycle.shown_state
@@ -419,7 +419,7 @@ class Controls:
         done: Callable[[], object],
         undo: Wake | None = None,
     ) -> None:
-        """Have the devices give memory back or bring it back; until all have done it, they may differ."""
+        """Release or reload memory on all devices.  If a device fails, replicas may differ in what is loaded."""
         lifecycle = self._lifecycle
         was_uneven, lifecycle.is_uneven = lifecycle.is_uneven, True
         await self._client.call_device(action, done=done, undo=undo)
@@ -427,7 +427,7 @@ class Controls:
         lifecycle.is_uneven = was_uneven and is_partial
 
     async def _release(self, hold: Hold) -> None:
-        """Give a hold back.  An engine put to sleep or ended inside the block stays so."""
+        """End a hold.  If the engine was put to sleep or ended inside the block, it stays so."""
         async with self._transition:
             lifecycle = self._lifecycle
             lifecycle.release(hold)

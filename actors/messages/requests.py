@@ -25,13 +25,13 @@ from trouper.pooling import PoolingParams
 RequestId = NewType("RequestId", int)
 SequenceId = NewType("SequenceId", int)
 
-# Far above any real load.  It turns a runaway caller into a QueueOverflowError, and bounds every inbox.
+# Far above any real load.  The limit bounds every inbox, and a caller that submits endlessly gets a QueueOverflowError.
 MAX_OPEN_REQUESTS = 2**20
 
-# The room of one request on a GPU.  The renderer refuses a request that needs more.
-# Biased tokens, banned tokens and, until `min_tokens`, stop tokens:
+# Sizes of the arrays that a GPU has for each request.  The renderer refuses a request that needs more.
+# Biased tokens, banned tokens and, until `min_tokens`, stop tokens.
 MAX_EDITS = 1024
-# Tokens of a bad word without its last one:
+# Tokens of a bad word, without its last one.
 MAX_BAD_WORD = 16
 
 
@@ -43,7 +43,7 @@ class LoadedAdapter(msgspec.Struct, frozen=True):
 
     # From 1 on.
     slot: int
-    # Of its files, see `AdapterFiles`.  It is part of the name of a KV block, which must mean the same after a restart.
+    # Hash of its files, see `AdapterFiles`.  It is part of the names of KV blocks, which must stay valid after a restart.
     digest: bytes
     # Shown in metrics and errors.
     name: str
@@ -195,10 +195,10 @@ class ClientOptions(msgspec.Struct, frozen=True, kw_only=True):
     The bodies of the HTTP APIs inherit these fields, so a new option that clients may set is declared here only.
 
     Args:
-        truncate_prompt_tokens: the most prompt tokens to keep; -1 means the length of the context.
+        truncate_prompt_tokens: the maximum prompt tokens to keep; -1 means the context length.
         truncation_side: `left` cuts the beginning of the prompt, `right` its end.  None takes the tokenizer's side.
         add_special_tokens: whether the tokenizer adds special tokens.  None means yes for text and no for a chat.
-        data_parallel_rank: the replica that runs the request while it is alive.  None leaves the choice to the router.
+        data_parallel_rank: the replica to run the request on, unless its device is lost.  None lets the router choose.
     """
 
     truncate_prompt_tokens: int | None = None
@@ -221,9 +221,9 @@ class RequestOptions(ClientOptions, frozen=True, kw_only=True):
         lora_request: the adapter to apply.
         loads_adapter: False refuses a request with an unknown adapter instead of loading it.
         trace_headers: W3C trace headers, the parent of the request's span.
-        session_id: names a conversation; its requests run on one replica, with their prefix in its cache.
+        session_id: the name of a conversation.  Its requests run on the same replica, to hit its prefix cache.
         reasoning: the marks around the model's reasoning, unless the engine's options name them.
-        key: names the client.  Each client has an equal share of the steps and at most half of the room for grammars.
+        key: the name of the client.  Each client gets an equal share of the steps, and at most half of the memory for grammars.
         cache_scope: requests share cached prefixes, and drafts from recent answers, only within one scope.
         resumed_token_ids: the first tokens of the answer, which an earlier process has sampled with the same seed.  They are not
             returned again.  Only for a request of one completion.
