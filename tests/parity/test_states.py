@@ -198,7 +198,7 @@ def test_open_number_of_sequences_is_lowered(hybrid, caplog):
     few.pop("max_num_seqs")
     with LLM(hybrid[0], **few) as llm:
         check(llm, hybrid[1], [tokens(seed, 12) for seed in range(20)], count=4)
-    assert "at most 16 run at once" in caplog.text
+    assert "at most 16 sequences run at once" in caplog.text
 
 
 @pytest.mark.slow

@@ -260,7 +260,7 @@ BUGS = {
     ),
     "cancelled orders are performed": (TierThread, "_forget", lambda right: lambda self: []),
     "failures are not answered": (
-        TierThread, "_say", lambda right: lambda self, number, num_done, seconds: (number and not num_done) or right(self, number, num_done, seconds)
+        TierThread, "_report", lambda right: lambda self, number, num_done, seconds: (number and not num_done) or right(self, number, num_done, seconds)
     ),
 }  # fmt: skip
 

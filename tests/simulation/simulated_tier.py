@@ -221,8 +221,8 @@ class _DrawnThread(TierThread):
         is_to_open = self._is_stale and (self._folder is None or self._pages is not None)
         return bool(is_to_open or is_to_tell or self._fetches or self._others)
 
-    def _say(self, number: int, num_done: int, seconds: float) -> None:
-        super()._say(number, num_done, self.duration_s)
+    def _report(self, number: int, num_done: int, seconds: float) -> None:
+        super()._report(number, num_done, self.duration_s)
 
 
 class SimulatedTier:

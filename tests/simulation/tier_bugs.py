@@ -79,7 +79,7 @@ def cancelled_order_is_performed(right):
     return lambda self: []
 
 
-@bug(TierThread, "_say", draw_with_tier)
+@bug(TierThread, "_report", draw_with_tier)
 def failure_of_the_tier_is_not_answered(right):
     def faulty(self, number, num_done, seconds):
         if not number or num_done:

@@ -447,8 +447,8 @@ async def test_replicas_are_resolved_into_processes():
         ({"data_parallel_size": 65}, TrouperValidationError, "data_parallel_size", "at most 64"),
         ({"data_parallel_size": 1.5}, TrouperValidationError, "data_parallel_size", "integer"),
         ({"data_parallel_size": 2, "device_worker": "inline"}, TrouperValidationError, "device_worker", "inline"),
-        ({"pipeline_parallel_size": 2, "runner": "pooling"}, UnsupportedFeatureError, "pipeline_parallel_size", "pools"),
-        ({"tensor_parallel_size": 2, "data_parallel_size": 2, "runner": "pooling"}, UnsupportedFeatureError, "tensor_parallel_size", "pools"),
+        ({"pipeline_parallel_size": 2, "runner": "pooling"}, UnsupportedFeatureError, "pipeline_parallel_size", "pooling models"),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2, "runner": "pooling"}, UnsupportedFeatureError, "tensor_parallel_size", "pooling models"),
     ],
 )  # fmt: skip
 async def test_a_wish_that_cannot_be_met_is_refused(options, error, parameter, words):
