@@ -44,7 +44,7 @@ def test_offline_statistics_are_off_unless_asked_for():
     with LLM(**SMALL) as llm:
         (output,) = llm.generate("def f(", greedy(2), use_tqdm=False)
         assert output.metrics is None
-        with pytest.raises(TrouperValidationError, match=r"LLM\(disable_log_stats=False\)"):
+        with pytest.raises(TrouperValidationError, match="set disable_log_stats=False"):
             llm.get_metrics()
     with LLM(**SMALL, disable_log_stats=False) as llm:
         llm.generate(["def f(", "x"], greedy(2), use_tqdm=False)

@@ -287,7 +287,7 @@ async def test_busy_adapters_queue_requests_but_refuse_loads(client, engine, wai
         tasks.start_soon(ask_late)
         answer = await client.post(LOAD, {"lora_name": "four", "lora_path": "one"})
         assert (answer.status, answer.error["code"]) == (503, "adapters_in_use")
-        assert "all 2 adapters" in answer.error["message"]
+        assert "all 2 adapter slots" in answer.error["message"]
         assert "max_cpu_loras" in answer.error["message"]
         for path, status in (("/etc", 400), ("nowhere", 404)):
             # What is wrong with an order itself is said first.

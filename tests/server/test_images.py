@@ -91,7 +91,7 @@ async def test_refusal_names_the_part(client, name):
     ("block", "status", "words"),
     [
         (source(type="base64", media_type="image/png", data=B64), 400, f"{PART}: the model"),
-        (source(type="base64", data="?"), 400, f"{PART}.source.data: is not base64"),
+        (source(type="base64", data="?"), 400, f"{PART}.source.data: is not valid base64"),
         (source(type="base64", data=5), 400, f"{PART}.source.data: "),
         (source(type="base64", media_type=5, data=B64), 400, f"{PART}.source.media_type: "),
         (source(type="url", url=HTTPS), 403, f"{PART}.source.url: "),
@@ -114,7 +114,7 @@ async def test_refusal_names_the_block(client, block, status, words, route):
     ("asked", "words"),
     [
         (ollama(B64), "messages[0].images[0]: the model"),
-        (ollama(B64, "?"), "messages[0].images[1]: is not base64"),
+        (ollama(B64, "?"), "messages[0].images[1]: is not valid base64"),
         (ollama(5), "messages[0].images[0]: must be a file"),
         (("/api/generate", {"prompt": "a", "images": [B64]}), "images[0]: the model"),
         (("/api/generate", {"prompt": "", "system": "b", "images": [B64]}), "images[0]: the model"),
