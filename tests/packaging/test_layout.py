@@ -13,7 +13,12 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("actors", "bench", "frontends", "kernels")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FIND = PYPROJECT["tool"]["setuptools"]["packages"]["find"]
-PACKAGES = find_namespace_packages(str(ROOT), **FIND)
+# A move of modules leaves folders in older checkouts that contain nothing but `__pycache__`.
+PACKAGES = [
+    name
+    for name in find_namespace_packages(str(ROOT), **FIND)
+    if any(path.is_file() for path in (ROOT / name.replace(".", "/")).iterdir())
+]
 SOURCES = [
     path
     for folder in (*FOLDERS, "docs", "scripts", "tests", "trouper")
