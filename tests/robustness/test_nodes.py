@@ -122,7 +122,7 @@ async def test_different_model_on_host_is_logged_by_both(port, tmp_path):
     change(folder)  # a fine-tune: nothing but its numbers differs
     args = EngineArgs(nnodes=2, master_port=port, pipeline_parallel_size=2, **OPTIONS)
     with a_host(port, folder) as host:
-        words = r"^worker 1 on node 1: model: is not the model that the engine .* model.safetensors"
+        words = r"^worker 1 on node 1: model: is not the model with which the engine .* model.safetensors"
         with pytest.raises(TrouperValidationError, match=words) as caught:
             async with AsyncLLMEngine(args):
                 pass

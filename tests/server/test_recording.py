@@ -135,7 +135,7 @@ def test_replay_is_equal_and_finds_a_changed_token(tmp_path):
             assert status == 200, answer
         assert stop(server) == 0
     code, text = replay(folder)
-    assert (code, text.splitlines()[-1]) == (0, "12 requests replayed, 0 differ")
+    assert (code, text.splitlines()[-1]) == (0, "12 requests replayed, 0 differences")
     (file,) = folder.iterdir()
     lines = file.read_text().splitlines()
     record = json.loads(lines[1])
