@@ -145,7 +145,7 @@ def test_replay_is_equal_and_finds_a_changed_token(tmp_path):
     file.write_text("\n".join([lines[0], json.dumps(record), "{damaged", *lines[2:4]]) + "\n")
     code, text = replay(file)
     assert code == 1
-    assert re.search(r":2 .* token 3 is \d+, not \d+; ", text)
+    assert re.search(r":2 .* token 3 is \d+ instead of \d+; ", text)
     assert "skipped 1: the line is damaged" in text
     code, text = replay(file, "--dtype", "bfloat16")
     assert code == 2
@@ -153,4 +153,4 @@ def test_replay_is_equal_and_finds_a_changed_token(tmp_path):
     (tmp_path / "poet" / "adapter_config.json").write_text("{}")
     code, text = replay(file)
     assert code == 2
-    assert "the files of the adapter poet are others" in text
+    assert "the files of the adapter poet have changed since" in text

@@ -81,7 +81,10 @@ def replay(
         print(text)
     for reason, num in run.skipped.items():
         print(f"skipped {num}: {reason}")
-    print(f"{run.num_replayed} requests replayed, {len(run.differences)} differences")
+    num_differences = len(run.differences)
+    print(
+        f"{run.num_replayed} requests replayed, {num_differences} difference{'s' * (num_differences != 1)}"
+    )
     if run.differences:
         raise typer.Exit(1)
     if not run.num_replayed:
