@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trouper import __version__
-from trouper.actors.runtime.process_resources import num_physical_cores
+from trouper.actors.runtime.startup import num_physical_cores
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError
 from trouper.extras import install_hint
 

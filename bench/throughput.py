@@ -21,7 +21,7 @@ import msgspec
 from anyio.from_thread import start_blocking_portal
 
 from trouper.actors.executor.devices.threaded import DEVICE_THREAD
-from trouper.actors.runtime.process_resources import num_physical_cores
+from trouper.actors.runtime.startup import num_physical_cores
 from trouper.bench.datasets import SampleRequest
 from trouper.bench.peers import Settings, Workload, started
 from trouper.config.args import EngineArgs

@@ -192,7 +192,7 @@ def peers(
     report: ReportOptions,
 ) -> None:
     """Compare engines on the same prompts in alternating rounds; show medians, spread and ratios."""
-    from trouper.actors.runtime.process_resources import num_physical_cores
+    from trouper.actors.runtime.startup import num_physical_cores
     from trouper.bench import peers as core
 
     works = [core.parse_workload(text) for text in workload or core.WORKLOADS]

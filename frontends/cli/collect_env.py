@@ -125,7 +125,7 @@ def cgroup_limits(
 
 
 def _cpu() -> dict[str, Any]:
-    from trouper.actors.runtime.process_resources import num_physical_cores
+    from trouper.actors.runtime.startup import num_physical_cores
 
     info = read_text(Path("/proc/cpuinfo"))
     model = re.search(r"^model name\s*:\s*(.+)$", info, re.MULTILINE)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import anyio
 from anyio.abc import TaskStatus
 
-from trouper.actors.runtime.process_resources import collections_paused, load_ahead
+from trouper.actors.runtime.startup import collections_paused, load_ahead
 from trouper.config.args import EngineArgs
 from trouper.config.engine_config import EngineConfig
 from trouper.config.generation import Frontend

@@ -15,10 +15,11 @@ import torch
 
 from trouper.actors.executor.device import DeviceInfo, PendingResult
 from trouper.actors.executor.devices.threaded import DEVICE_THREAD, ThreadedDevice
+from trouper.actors.executor.runners.cpu.process_resources import NICER
 from trouper.actors.messages.controls import ProbeDevice, Sleep, Wake
 from trouper.actors.messages.requests import SequenceId
 from trouper.actors.messages.steps import NewSequence, Sampling, StepDone, StepFailed, StepPlan
-from trouper.actors.runtime.process_resources import NICER, num_physical_cores
+from trouper.actors.runtime.startup import num_physical_cores
 from trouper.config.args import EngineArgs
 from trouper.config.resolve import resolve
 from trouper.errors import TrouperValidationError, UnsupportedFeatureError

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from trouper.actors.runtime import process_resources
+from trouper.actors.runtime import startup
 
 CHECK = """
 import sys
-from trouper.actors.runtime.process_resources import load_ahead
+from trouper.actors.runtime.startup import load_ahead
 thread = load_ahead()
 thread.join()
 assert "torch" not in sys.modules
@@ -30,7 +30,7 @@ def test_what_is_loaded_ahead_is_what_torch_then_uses():
 
 ENDS_AT_ONCE = """
 import atexit
-from trouper.actors.runtime.process_resources import load_ahead
+from trouper.actors.runtime.startup import load_ahead
 thread = load_ahead()
 atexit.register(lambda: print(thread.is_alive()))
 """
@@ -44,7 +44,7 @@ def test_process_that_ends_meanwhile_waits_for_libraries():
 
 
 def test_without_such_libraries_nothing_is_done(monkeypatch):
-    monkeypatch.setattr(process_resources, "find_spec", lambda _: None)
+    monkeypatch.setattr(startup, "find_spec", lambda _: None)
     monkeypatch.setattr(os, "environ", environment := {})
-    assert process_resources.load_ahead() is None
+    assert startup.load_ahead() is None
     assert not environment

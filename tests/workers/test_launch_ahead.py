@@ -8,7 +8,7 @@ import pytest
 from trouper.actors.executor.workers import launching
 from trouper.actors.executor.workers.launching import LaunchedAhead
 from trouper.actors.executor.workers.wire import FrameReader, Prepare
-from trouper.actors.runtime.process_resources import collections_paused
+from trouper.actors.runtime.startup import collections_paused
 
 
 class FakePeer:

@@ -43,7 +43,7 @@ from trouper.actors.executor.weights.quantized import (
     widened,
 )
 from trouper.actors.executor.weights.schemes import Scheme
-from trouper.actors.runtime.process_resources import num_physical_cores
+from trouper.actors.runtime.startup import num_physical_cores
 from trouper.config.adapters import WEIGHTS as ADAPTER
 from trouper.config.checkpoint.files import check_folder, checked, read_object
 from trouper.errors import TrouperValidationError, invalid

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, assert_never, cast
 import msgspec
 
 from trouper.actors.executor.device import DeviceInfo, PendingResult, StepResult, timed
+from trouper.actors.executor.runners.cpu.process_resources import be_nice, compute_with, start_nice
 from trouper.actors.messages.controls import (
     DeviceAction,
     ExplainLosses,
@@ -39,13 +40,10 @@ from trouper.actors.messages.steps import (
     TierAnswer,
     TierOrder,
 )
-from trouper.actors.runtime.process_resources import (
-    be_nice,
+from trouper.actors.runtime.startup import (
     collections_paused,
-    compute_with,
     num_physical_cores,
     set_torch_environment,
-    start_nice,
 )
 from trouper.config.engine_config import EngineConfig
 from trouper.config.parallel import CPU_BIND

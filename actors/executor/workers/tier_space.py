@@ -20,7 +20,7 @@ import torch
 
 from trouper.actors.executor.steps.tier_files import RefusedError, TierDisk
 from trouper.actors.executor.workers.model_files import weight_files
-from trouper.actors.runtime.process_resources import num_physical_cores
+from trouper.actors.runtime.startup import num_physical_cores
 from trouper.config.checkpoint.hf_config import rope_groups
 from trouper.config.engine_config import EngineConfig
 from trouper.kernels.codegen import choice

@@ -46,7 +46,7 @@ from trouper.actors.messages.controls import Sleep, StartProfile, Wake
 from trouper.actors.messages.requests import PrepareGrammar, Vocabulary
 from trouper.actors.messages.steps import TierOrder
 from trouper.actors.rendering.grammar.matchers import ReceivedGrammars
-from trouper.actors.runtime.process_resources import collections_paused, set_torch_environment
+from trouper.actors.runtime.startup import collections_paused, set_torch_environment
 
 READ_BYTES = 2**18
 # Memory files received in one read; a frame has at most one.

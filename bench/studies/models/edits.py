@@ -26,7 +26,7 @@ from trouper.actors.executor.models.families.registry import decoder_traits
 from trouper.actors.executor.models.parameters import layer_parameters, outer_parameters
 from trouper.actors.executor.weights.gguf import GgufCheckpoint
 from trouper.actors.rendering.tokenizer import Tokenizer
-from trouper.actors.runtime.process_resources import num_physical_cores
+from trouper.actors.runtime.startup import num_physical_cores
 from trouper.bench import peers
 from trouper.bench.datasets import edit_requests
 from trouper.bench.report import about, check_writable, write

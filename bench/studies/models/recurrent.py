@@ -33,7 +33,7 @@ from typing import Annotated, Any
 import typer
 
 from trouper import LLM, SamplingParams, TokensPrompt
-from trouper.actors.runtime.process_resources import num_physical_cores
+from trouper.actors.runtime.startup import num_physical_cores
 from trouper.bench import peers
 from trouper.bench.cli.options import ReportOptions, note
 from trouper.bench.studies.command import run_study

@@ -19,7 +19,7 @@ from typing import Self
 
 import anyio
 
-from trouper.actors.runtime.process_resources import give_back_free_memory
+from trouper.actors.executor.runners.cpu.process_resources import give_back_free_memory
 from trouper.frontends.server.admission.overload import Level
 from trouper.frontends.server.service.service import Service
 

@@ -34,6 +34,10 @@ from trouper.actors.executor.models.families.registry import (
     generating_sibling,
 )
 from trouper.actors.executor.models.traits import DecoderTraits
+from trouper.actors.executor.runners.cpu.process_resources import (
+    compute_with,
+    give_back_free_memory,
+)
 from trouper.actors.executor.runners.cpu.recorded_steps import RecordedEncoderSteps
 from trouper.actors.executor.runners.cpu.unpaged_decoder import UnpagedDecoder
 from trouper.actors.executor.runners.resident_model import Profiler
@@ -51,10 +55,6 @@ from trouper.actors.executor.weights.encoder import (
 from trouper.actors.executor.weights.tower import load_tower
 from trouper.actors.messages.media import spans_of
 from trouper.actors.messages.steps import PoolDone, PoolEntry, PoolPlan, StepPlan
-from trouper.actors.runtime.process_resources import (
-    compute_with,
-    give_back_free_memory,
-)
 from trouper.config.adapters import AdapterFiles
 from trouper.config.checkpoint.pooler import PoolerSpec
 from trouper.config.engine_config import EngineConfig

@@ -29,6 +29,7 @@ from trouper.actors.executor.runners.cpu.models import (
     Share,
     allocate_kv_cache,
 )
+from trouper.actors.executor.runners.cpu.process_resources import give_back_free_memory
 from trouper.actors.executor.runners.cpu.recorded_steps import ForwardOutput
 from trouper.actors.executor.runners.resident_model import Profiler, ResidentModel
 from trouper.actors.executor.sampling.drafter import Drafter
@@ -53,7 +54,6 @@ from trouper.actors.executor.steps.cache_memory import (
 from trouper.actors.executor.steps.request_slots import RequestSlots
 from trouper.actors.executor.weights.tower import load_tower
 from trouper.actors.messages.steps import PoolPlan, StepDone, StepPlan
-from trouper.actors.runtime.process_resources import give_back_free_memory
 from trouper.config.adapters import AdapterFiles
 from trouper.config.engine_config import EngineConfig
 from trouper.config.speculation import MAX_VERIFIED

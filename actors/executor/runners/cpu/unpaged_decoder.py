@@ -19,13 +19,13 @@ from trouper.actors.executor.device import DeviceInfo
 from trouper.actors.executor.media.tower import TowerFunctions
 from trouper.actors.executor.models.native_decoder import NativeDecoder, ops_config
 from trouper.actors.executor.models.traits import DecoderTraits, PlanKey
+from trouper.actors.executor.runners.cpu.process_resources import give_back_free_memory
 from trouper.actors.executor.runners.resident_model import Profiler
 from trouper.actors.executor.steps.batch import from_numpy, split_at_spans
 from trouper.actors.executor.weights.decoder import load_decoder
 from trouper.actors.executor.weights.tower import load_whole
 from trouper.actors.messages.media import MediaItem
 from trouper.actors.messages.steps import PoolDone, PoolEntry, PoolPlan, StepPlan
-from trouper.actors.runtime.process_resources import give_back_free_memory
 from trouper.config.adapters import AdapterFiles
 from trouper.config.engine_config import EngineConfig
 from trouper.errors import UnsupportedFeatureError

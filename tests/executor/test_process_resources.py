@@ -7,14 +7,14 @@ import threading
 import pytest
 import torch
 
-from trouper.actors.executor.workers.model_host import WIDE
-from trouper.actors.runtime.process_resources import (
+from trouper.actors.executor.runners.cpu.process_resources import (
     NICER,
     NICEST,
     be_nice,
     compute_with,
     start_nice,
 )
+from trouper.actors.executor.workers.model_host import WIDE
 
 pytestmark = pytest.mark.skipif(platform.system() != "Linux", reason="threads are nice one by one")
 
