@@ -167,7 +167,7 @@ class Generation(Generic[Output]):
 
     @property
     def num_unfinished(self) -> int:
-        """Count the completions whose last output the caller has not received.  0 before the request is opened."""
+        """Count the completions whose last output the caller has not received.  Returns 0 before the request is opened."""
         return 0 if self._opened is None else self._opened[1].num_unread
 
     @property

@@ -150,8 +150,8 @@ async def _run_actors(
         MAX_OPEN_REQUESTS
     )
     # One Admit and one Abort for each open request, and the same for a request that replaced it before the
-    # scheduler ran.  This leaves room for an answer and a Stop for each step in flight, and for
-    # the calls of the lifecycle, of which only one is open at a time.
+    # scheduler ran.  The rest is room for an answer and a Stop for each step in flight, and for one lifecycle
+    # call, because lifecycle calls wait for each other.
     to_scheduler, scheduler_inbox = anyio.create_memory_object_stream[SchedulerInbox](
         5 * MAX_OPEN_REQUESTS
     )

@@ -1,4 +1,4 @@
-"""LoRA adapters loaded into slots: the matrices of each adapted layer, the heads of their own, and the checks of their files.
+"""Load LoRA adapters into slots: check their files, store the matrices of each adapted layer, and apply output matrices of adapters.
 
 An adapter trained with `modules_to_save=["lm_head"]` stores a whole output matrix.  Rows of such an adapter get their logits from it
 instead of the model's.  It is multiplied outside of recorded steps, only with these rows, and a row's bits do not depend on the others.
@@ -70,7 +70,7 @@ class AdapterHeads:
     def replace(
         self, logits_RV: Tensor, hidden_RE: Tensor, slots_R: np.ndarray, compute: Compute
     ) -> None:
-        """Overwrite the logits of the rows whose adapters have heads of their own."""
+        """Overwrite the logits of the rows whose adapter has its own output matrix."""
         for slot in np.unique(slots_R).tolist():
             if (head := self._heads.get(slot)) is not None:
                 rows = from_numpy(np.flatnonzero(slots_R == slot))

@@ -112,9 +112,9 @@ class GgufCheckpoint:
         self._check_all_read(needed)
 
     def _check_all_read(self, needed: set[str]) -> None:
-        """Check that the layers have no other tensors: a bias that is not added changes every token.
+        """Check that the model reads every tensor of its layers, because an ignored bias would change every token.
 
-        Tensors outside of the layers, and those of layers behind the last one, have other uses.  A bias of zeros changes nothing.
+        Tensors outside the layers and those after the last layer are exempt, since they have other uses.  So are biases of zeros.
         """
         layers = {name.partition(".")[2].partition(".")[0] for name in needed if name[:4] == LAYER}
         others = [

@@ -321,8 +321,8 @@ class StackedPart(NamedTuple):
     expert: int | None
     rows: slice
     is_transposed: bool
-    # The name and shape of the tensor that decides whether the checkpoint stores the transpose: its own shape shows it.  A square
-    # matrix has the same shape either way, so another tensor of the layer decides for it.  None: there is nothing to decide.
+    # The name and shape of the tensor whose stored shape shows whether the checkpoint contains transposed matrices.  A square matrix
+    # has the same shape either way, so another tensor of the layer decides for it.  None if the orientation is fixed.
     witness: tuple[str, Shape] | None = None
 
     def stored_as(self, shape: Shape) -> "StackedPart":

@@ -133,7 +133,8 @@ class Study:
     def products(self) -> dict[str, Any]:
         """Compare transformers with torch's matrix products of the same work, each with weights from memory.
 
-        The ratio limits every engine with these products: it is reached if attention, states and sampling take no time.
+        The ratio is an upper limit for every engine with these products. An engine whose attention, states and sampling took no time
+        would reach it.
         """
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM

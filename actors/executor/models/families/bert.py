@@ -237,10 +237,9 @@ def mpnet(config: HfConfig) -> EncoderTraits:
 
 
 def _listed(config: HfConfig, field: str, *known: str) -> set[str]:
-    """Read a field that is a list, or a text with `|` between the items.
+    """Read a field that holds a list, or a string of items separated by `|`.
 
     Raises:
-
         UnsupportedFeatureError: an unknown item.
     """
     given: Any = config.get(field) or ()
